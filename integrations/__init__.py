@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Seams: the only files that name a third party."""

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""MindSpeed-RL: its flags and its rollout adapter."""

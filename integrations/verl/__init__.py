@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""verl: roles, steps and metrics."""

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LoadTable: expert loads as arrays, the one thing that every reader makes and every view takes.
+
+Shape letters: N rows, E experts (columns; global logical ids unless ``id_space`` says physical).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+IntArray = npt.NDArray[np.int64]
+
+NO_STEP = -1  # row of a role without steps
+ALL_RANKS = -1  # row merged over ranks
+UNKNOWN_LAYER = -1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """One thing that is wrong with the input, as `check` and every command name it."""
+
+    rule: str  # stable id, e.g. "torn-file"
+    where: str  # path, or step/role/rank/layer
+    what: str  # the bad value, in words
+    fix: str
+    severity: str = "error"  # "error": something is lost (exit 4); "warning"; "note"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadTable:
+    """Expert load, one row per (step, role, rank, layer, phase).
+
+    Rows are sorted by (role, step, rank, layer, phase). ``counts_NE`` are token-to-expert assignments. A row
+    of a rank that holds only part of the experts is zero outside ``[first_N, first_N + held_N)``.
+    """
+
+    step_N: IntArray  # NO_STEP where the role has no steps
+    role_N: IntArray  # index into roles
+    rank_N: IntArray  # ALL_RANKS after merge_ranks
+    layer_N: IntArray  # decoder layer number, or order among MoE layers (see layer_sources)
+    phase_N: IntArray  # index into phases
+    counts_NE: IntArray
+    first_N: IntArray  # first expert that the row's rank holds
+    held_N: IntArray  # number of experts that the row's rank holds
+    num_passes_N: IntArray
+    num_tokens_N: IntArray  # -1 where unknown
+    roles: tuple[str, ...]
+    phases: tuple[str, ...]
+    layer_names: dict[int, str] = field(default_factory=dict)
+    layer_sources: tuple[str, ...] = ()  # what the layer numbers are: "module", "call_order", ...
+    id_space: str = "logical"
+    top_k: int | None = None
+    world_size: int | None = None
+    sources: tuple[str, ...] = ()  # formats that the rows came from
+    assumptions: tuple[str, ...] = ()  # what a reader had to assume, in words
+    problems: tuple[Problem, ...] = ()
+
+    def __post_init__(self) -> None:
+        num_rows = self.counts_NE.shape[0]
+        for name in _ROW_FIELDS:
+            if getattr(self, name).shape[0] != num_rows:
+                raise ValueError(f"LoadTable.{name} has {getattr(self, name).shape[0]} rows, not {num_rows}")
+
+    @property
+    def num_rows(self) -> int:
+        """Number of rows N."""
+        return int(self.counts_NE.shape[0])
+
+    @property
+    def num_experts(self) -> int:
+        """Number of columns E."""
+        return int(self.counts_NE.shape[1])
+
+    def take(self, rows: npt.NDArray[np.bool_] | IntArray) -> LoadTable:
+        """Return the table of the given rows (bool mask [N], or row numbers)."""
+        return dataclasses.replace(self, **{name: getattr(self, name)[rows] for name in _ROW_FIELDS})
+
+
+_ROW_FIELDS = (
+    "step_N",
+    "role_N",
+    "rank_N",
+    "layer_N",
+    "phase_N",
+    "counts_NE",
+    "first_N",
+    "held_N",
+    "num_passes_N",
+    "num_tokens_N",
+)
