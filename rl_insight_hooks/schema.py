@@ -86,6 +86,7 @@ class Record(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     num_calls: int  # calls of the seam, e.g. gate, up and down of one pass are 3
     num_passes: int  # passes through the layer; counts holds each pass once
     num_assignments: int  # sum(counts) = tokens x top-k where nothing is dropped
+    num_rows: int | None = None  # rows that the seam was given: assignments + padding, where it knows
     num_tokens: int | None = None  # tokens that entered the layer, where the seam knows it
     counts: list[int]
     id_space: str | None = None  # where it differs from the file's
@@ -108,6 +109,7 @@ class LoadFile(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     schema_version: int
     producer: Producer
     run_id: str
+    writer: str  # the process: host, pid and start time; tells two processes of one rank apart
     step: int | None
     step_source: str  # "given" or "inferred"
     role: str
@@ -132,7 +134,7 @@ class LoadFile(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 def encode_load_file(load_file: LoadFile) -> bytes:
-    """Return the JSON bytes of ``load_file``, one record a line group (indent 0), newline at the end."""
+    """Return the JSON bytes of ``load_file``, newline at the end."""
     return msgspec.json.encode(load_file) + b"\n"
 
 

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Never break the run: our failures are logged once a place, counted, and end there."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Iterator
+
+_log = logging.getLogger("rl_insight_hooks")
+
+_lock = threading.Lock()
+_num_failed: dict[str, int] = {}
+
+
+def failed(where: str) -> None:
+    """Count the exception that is being handled; log it with its traceback if it is the first at ``where``.
+
+    Call it from an ``except`` block. It never raises.
+    """
+    try:
+        with _lock:
+            num = _num_failed[where] = _num_failed.get(where, 0) + 1
+        if num == 1:
+            _log.warning(
+                "rl_insight_hooks failed in %s; training goes on, further failures there are only counted",
+                where,
+                exc_info=True,
+            )
+    except Exception:  # logging itself is broken: nothing is left to try
+        return
+
+
+@contextlib.contextmanager
+def failsafe(where: str) -> Iterator[None]:
+    """Run a block of ours; its exception is counted under ``where`` and swallowed. Not for hot paths."""
+    try:
+        yield
+    except Exception:
+        failed(where)
+
+
+def take_failures() -> dict[str, int]:
+    """Return the failures counted since the last call, by place, and start anew."""
+    with _lock:
+        taken = dict(_num_failed)
+        for where in _num_failed:
+            _num_failed[where] = 0
+    return {where: num for where, num in taken.items() if num}
+
+
+def reset_after_fork() -> None:
+    """Give a forked child a lock of its own and no failures."""
+    global _lock
+    _lock = threading.Lock()
+    _num_failed.clear()
