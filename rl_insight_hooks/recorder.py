@@ -1,0 +1,435 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Events of the seams -> adds into device counters. The hot path of the package.
+
+A seam calls one of :meth:`Recorder.on_group_list`, :meth:`Recorder.on_counts` and
+:meth:`Recorder.on_expert_ids` after the host's call returned. Nothing here waits for a device, allocates
+in the steady state, takes a lock, logs or does I/O. Callers guard these calls (``guard.failed``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from rl_insight_hooks.counters import (
+    FORM_COUNTS,
+    FORM_CUMULATIVE,
+    FORM_IDS,
+    CounterPool,
+    PendingReading,
+    Slot,
+)
+from rl_insight_hooks.group_list import COUNTS, CUMULATIVE, SPARSE_PAIRS
+from rl_insight_hooks.layers import Layer, LayerRef, LayerRegistry, called_from_backward, calling_module
+from rl_insight_hooks.passes import PassTracker
+from rl_insight_hooks.schema import (
+    PHASE_DW,
+    PHASE_DX,
+    PHASE_EVAL,
+    PHASE_FORWARD,
+    PHASE_RECOMPUTE,
+)
+from rl_insight_hooks.state import STATE
+
+if TYPE_CHECKING:
+    import torch
+
+# Attribute on a group_list tensor: the layer that used it in forward. Backward gets the same object.
+_LAYER_TAG = "_rl_insight_layer"
+
+_WEIGHT_GROUP_TYPE = 2  # group_type of a dW call (K axis); 0 is forward and dX (M axis)
+
+_FORM_OF_TYPE = {CUMULATIVE: FORM_CUMULATIVE, COUNTS: FORM_COUNTS, SPARSE_PAIRS: FORM_COUNTS}
+
+
+def _find_graph_task_id() -> Callable[[], int]:
+    """Return the function that is >= 0 inside the autograd engine and -1 outside.
+
+    Private in torch, but FSDP2 in torch itself relies on it. Without it every call counts as forward,
+    which the file's ``stamps`` then say.
+    """
+    try:
+        from torch._C import _current_graph_task_id
+    except ImportError:
+        return lambda: -1
+    return _current_graph_task_id
+
+
+class Recorder:
+    """Turns events into counter adds, for whatever region is active."""
+
+    def __init__(self) -> None:
+        self.pool = CounterPool()
+        self.layers = LayerRegistry()
+        self.gmm_per_layer = 0
+        self.detail_calls = False
+        self.max_detail_calls = 100_000
+        self.call_log: list[tuple[Slot, Any]] = []
+        self.dropped: dict[str, int] = {}
+        self.masked: dict[str, int] = {}
+        self.stamps: dict[str, str] = {}
+        self.num_events = 0
+        self._forward = PassTracker()
+        self._recompute = PassTracker()
+        self._dx = PassTracker(backward=True)
+        self._dw_pass = -1
+        self._dw_list: Any = None
+        self._dw_slot: Slot | None = None
+        self._order = 0
+        self._backward_seen = False
+        self._graph_task_id = _find_graph_task_id()
+        self._enabled_flags: dict[Any, torch.Tensor] = {}
+
+    # -- regions ---------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Forget passes under way: a region begins."""
+        for tracker in (self._forward, self._recompute, self._dx):
+            tracker.reset()
+        self._dw_pass = -1
+        self._dw_list = None
+        self._dw_slot = None
+        self._order = 0
+        self._backward_seen = False
+
+    def drain(self) -> PendingReading:
+        """Take what was counted since the last drain; asynchronous, see :meth:`CounterPool.drain`."""
+        return self.pool.drain()
+
+    def drop(self, cause: str, num: int = 1) -> None:
+        """Count ``num`` calls or tokens that were not recorded, by cause."""
+        self.dropped[cause] = self.dropped.get(cause, 0) + num
+
+    # -- grouped matmul --------------------------------------------------------------------------------
+
+    def on_group_list(
+        self,
+        seam: str,
+        group_list: Any,
+        group_list_type: int,
+        group_type: int | None,
+        x: Any,
+        weight: Any,
+        depth: int = 2,
+    ) -> None:
+        """Record one grouped matmul.
+
+        Args:
+            seam: name of the hooked function, for the file.
+            group_list: int tensor [E] or [E, 2], list of ints [E] (cumulative), or None.
+            group_list_type: 0 cumulative, 1 counts, 2 sparse pairs.
+            group_type: 2 for dW (K axis); 0 or None for forward and dX; -1 without grouping.
+            x: list of inputs [T, K] (one, or one an expert when there is no group_list).
+            weight: list of weights: one [E, K, N], or E of [K, N].
+            depth: stack frames between this method and the hooked call.
+        """
+        self.num_events += 1
+        state = STATE
+        if state.claims:
+            return
+        if group_type == _WEIGHT_GROUP_TYPE:
+            self._on_dw(seam, group_list, group_list_type)
+            return
+        if self._graph_task_id() != -1:
+            self._on_in_engine(seam, group_list, group_list_type, x, weight, depth + 1)
+            return
+        layer = state.layer
+        tracker = self._forward
+        if layer is not None:
+            if not state.armed:
+                if tracker.slot is not None:
+                    tracker.slot.num_calls += 1
+                return
+            state.armed = False
+        else:
+            if not tracker.begins(group_list, x[0], weight[0], self.gmm_per_layer):
+                if tracker.slot is not None:
+                    tracker.slot.num_calls += 1
+                return
+            layer = self._find_layer(depth + 1)
+        phase = PHASE_EVAL if state.evaluating else PHASE_FORWARD
+        slot = layer.forward_slot
+        if (
+            slot is None
+            or slot.seam is not seam
+            or slot.phase is not phase
+            or type(group_list) is list
+            or group_list is None
+            or slot.form is not _FORM_OF_TYPE.get(group_list_type)
+            or group_list.dim() != 1
+            or group_list.shape[0] != slot.num_experts
+            or group_list.is_cpu != slot.buf.is_cpu
+        ):
+            slot = self._add_any(layer, phase, seam, group_list, group_list_type, x, weight)
+            layer.forward_slot = slot
+        else:
+            slot.buf.add_(group_list)
+            slot.num_calls += 1
+            slot.num_passes += 1
+            slot.num_rows += x[0].shape[0]
+        tracker.slot = slot
+        if slot is not None and group_list is not None and type(group_list) is not list:
+            setattr(group_list, _LAYER_TAG, layer)
+            if self.detail_calls:
+                self._log_call(slot, group_list)
+
+    def _find_layer(self, depth: int) -> Layer:
+        module = calling_module(depth + 1)
+        if module is not None:
+            return self.layers.of_module(module)
+        if self._backward_seen:
+            self._backward_seen = False
+            self._order = 0
+        layer = self.layers.of_order(self._order)
+        self._order += 1
+        return layer
+
+    def _on_in_engine(
+        self, seam: str, group_list: Any, group_list_type: int, x: Any, weight: Any, depth: int
+    ) -> None:
+        """A call inside the autograd engine: recompute, or dx."""
+        state = STATE
+        self._backward_seen = True
+        if state.layer is not None:
+            tracker = self._recompute
+            if not state.armed:
+                if tracker.slot is not None:
+                    tracker.slot.num_calls += 1
+                return
+            state.armed = False
+            layer, phase = state.layer, PHASE_RECOMPUTE
+        else:
+            backward = called_from_backward(depth + 1)
+            tracker = self._dx if backward else self._recompute
+            if not tracker.begins(group_list, x[0], weight[0], self.gmm_per_layer):
+                if tracker.slot is not None:
+                    tracker.slot.num_calls += 1
+                return
+            if backward:
+                layer, phase = getattr(group_list, _LAYER_TAG, None) or self.layers.unknown, PHASE_DX
+            else:
+                module = calling_module(depth + 1)
+                layer = self.layers.unknown if module is None else self.layers.of_module(module)
+                phase = PHASE_RECOMPUTE
+        slot = tracker.slot = self._add_any(layer, phase, seam, group_list, group_list_type, x, weight)
+        if phase is PHASE_RECOMPUTE and group_list is not None and type(group_list) is not list:
+            setattr(group_list, _LAYER_TAG, layer)
+        if self.detail_calls and slot is not None:
+            self._log_call(slot, group_list)
+
+    def _on_dw(self, seam: str, group_list: Any, group_list_type: int) -> None:
+        """A weight-gradient call; the dW calls of one backward pass of a layer count once."""
+        self._backward_seen = True
+        same_list = group_list is not None and group_list is self._dw_list
+        same_dx_pass = self._dx.num_passes > 0 and self._dx.num_passes == self._dw_pass
+        self._dw_list = group_list
+        self._dw_pass = self._dx.num_passes
+        if (same_list or same_dx_pass) and self._dw_slot is not None:
+            self._dw_slot.num_calls += 1
+            return
+        layer = getattr(group_list, _LAYER_TAG, None) or self.layers.unknown
+        self._dw_slot = self._add_any(layer, PHASE_DW, seam, group_list, group_list_type, (), ())
+
+    def _add_any(
+        self,
+        layer: Layer,
+        phase: str,
+        seam: str,
+        group_list: Any,
+        group_list_type: int,
+        x: Any,
+        weight: Any,
+    ) -> Slot | None:
+        """Add one pass in whatever form its group_list has; return the slot (None: nothing was counted)."""
+        num_rows = x[0].shape[0] if len(x) == 1 else sum(part.shape[0] for part in x)
+        if group_list is None:
+            counts = [part.shape[0] for part in x]
+            slot = self._host_slot(layer, phase, seam, len(counts))
+            self._add_host(slot, counts)
+        elif isinstance(group_list, (list, tuple)):
+            slot = self._host_slot(layer, phase, seam, len(group_list))
+            self._add_host(slot, [b - a for a, b in zip([0, *group_list[:-1]], group_list, strict=True)])
+        else:
+            form = _FORM_OF_TYPE.get(group_list_type)
+            if form is None:
+                self.drop(f"unknown group_list_type {group_list_type}")
+                return None
+            num_experts = group_list.shape[0]
+            if group_list_type == SPARSE_PAIRS:
+                if len(weight):
+                    num_experts = weight[0].shape[0] if len(weight) == 1 else len(weight)
+                slot = self._slot(layer, phase, form, seam, num_experts, num_experts, group_list.device)
+                slot.buf.scatter_add_(0, group_list[:, 0].clamp(0, num_experts - 1), group_list[:, 1])
+            else:
+                slot = self._slot(layer, phase, form, seam, num_experts, num_experts, group_list.device)
+                slot.buf.add_(group_list)
+        slot.num_calls += 1
+        slot.num_passes += 1
+        slot.num_rows += num_rows
+        return slot
+
+    def _host_slot(self, layer: Layer, phase: str, seam: str, num_experts: int) -> Slot:
+        import torch
+
+        return self._slot(layer, phase, FORM_COUNTS, seam, num_experts, num_experts, torch.device("cpu"))
+
+    @staticmethod
+    def _add_host(slot: Slot, counts: list[int]) -> None:
+        import torch
+
+        slot.buf.add_(torch.tensor(counts, dtype=torch.int64))
+
+    def _slot(
+        self,
+        layer: Layer,
+        phase: str,
+        form: str,
+        seam: str,
+        num_experts: int,
+        width: int,
+        device: torch.device,
+        *,
+        id_space: str | None = None,
+        draft: bool = False,
+    ) -> Slot:
+        key = (phase, form, seam, num_experts, width, device, id_space, draft)
+        slot: Slot | None = layer.slots.get(key)
+        if slot is None:
+            slot = layer.slots[key] = self.pool.allocate(
+                layer, phase, form, seam, num_experts, width, device, id_space=id_space, draft=draft
+            )
+        return slot
+
+    def _log_call(self, slot: Slot, group_list: Any) -> None:
+        if len(self.call_log) >= self.max_detail_calls:
+            self.drop("detail: too many calls in one region")
+        elif hasattr(group_list, "clone"):
+            self.call_log.append((slot, group_list.clone()))
+
+    # -- counts that a module was given ----------------------------------------------------------------
+
+    def on_counts(self, seam: str, layer: Layer, counts: Any, *, num_rows: int = 0) -> None:
+        """Record one pass of an experts module that was given its tokens per local expert.
+
+        Args:
+            seam: name of the hooked method.
+            layer: from :attr:`layers`.
+            counts: int tensor [E_local], or a list of ints.
+            num_rows: rows of the module's input, 0 when unknown.
+        """
+        import torch
+
+        self.num_events += 1
+        if STATE.claims:
+            return
+        if self._graph_task_id() != -1:
+            self._backward_seen = True
+            phase = PHASE_RECOMPUTE
+        else:
+            phase = PHASE_EVAL if STATE.evaluating else PHASE_FORWARD
+        if not isinstance(counts, torch.Tensor):
+            counts = torch.tensor(list(counts), dtype=torch.int64)
+        slot = self._slot(layer, phase, FORM_COUNTS, seam, len(counts), len(counts), counts.device)
+        slot.buf.add_(counts)
+        slot.num_calls += 1
+        slot.num_passes += 1
+        slot.num_rows += num_rows
+        if self.detail_calls:
+            self._log_call(slot, counts)
+
+    # -- routed expert ids -----------------------------------------------------------------------------
+
+    def enabled_flag(self, device: torch.device) -> torch.Tensor:
+        """Return the device scalar (int64, 0 or 1) that gates every id add, in captured graphs too."""
+        import torch
+
+        flag = self._enabled_flags.get(device)
+        if flag is None:
+            with torch.inference_mode(False), torch.no_grad():
+                flag = self._enabled_flags[device] = torch.ones((), dtype=torch.int64, device=device)
+        return flag
+
+    def set_enabled(self, enabled: bool) -> None:
+        """Open or shut the gate of :meth:`enabled_flag` on every device (in place, stream-ordered)."""
+        for flag in self._enabled_flags.values():
+            flag.fill_(int(enabled))
+
+    def ids_slot(
+        self,
+        seam: str,
+        layer: Layer,
+        num_experts: int,
+        device: torch.device,
+        *,
+        num_extra: int = 1,
+        id_space: str | None = None,
+        draft: bool = False,
+    ) -> Slot:
+        """Return (allocating at first) the slot of routed ids of ``layer``; call it before graph capture."""
+        self.enabled_flag(device)
+        width = 1 + num_experts + num_extra + 1
+        phase = PHASE_FORWARD
+        return self._slot(
+            layer, phase, FORM_IDS, seam, num_experts, width, device, id_space=id_space, draft=draft
+        )
+
+    def on_expert_ids(
+        self,
+        seam: str,
+        layer: Layer | LayerRef,
+        ids: torch.Tensor,
+        *,
+        num_experts: int,
+        valid: torch.Tensor | None = None,
+        num_extra: int = 1,
+        id_space: str | None = None,
+        draft: bool = False,
+        owner: object = None,
+    ) -> None:
+        """Record the experts that one fused-MoE call routes its tokens to.
+
+        Device work only: one masked scatter into a preallocated row, gated by :meth:`enabled_flag`.
+
+        Args:
+            seam: name of the hooked method.
+            layer: the layer, or how the seam names it.
+            ids: int tensor [T, top_k]; ids < 0 are padding, ids >= num_experts no routed experts; both are
+                kept in bins of their own.
+            num_experts: number of logical experts E.
+            valid: bool tensor [T]: rows that are real tokens; None when all are.
+            num_extra: bins for ids >= num_experts (the last takes all above).
+            id_space: "logical" or "physical" where it differs from the file's.
+            draft: the layer belongs to a draft / MTP model.
+            owner: the model that ``layer`` belongs to, where names alone are not unique.
+        """
+        self.num_events += 1
+        if type(layer) is LayerRef:
+            layer = self.layers.of_ref(layer, owner)
+        slot = layer.forward_slot
+        if (
+            slot is None
+            or slot.seam is not seam
+            or slot.num_experts != num_experts
+            or slot.buf.device != ids.device
+            or slot.buf.shape[0] != num_experts + num_extra + 2
+        ):
+            slot = self.ids_slot(
+                seam, layer, num_experts, ids.device, num_extra=num_extra, id_space=id_space, draft=draft
+            )
+            layer.forward_slot = slot
+        index = (ids + 1).clamp_(0, num_experts + num_extra)
+        if valid is not None:
+            index = index.masked_fill_(~valid.unsqueeze(-1), num_experts + num_extra + 1)
+        index = index.view(-1)
+        if index.dtype is not _int64():
+            index = index.to(_int64())
+        flag = self._enabled_flags[slot.buf.device]
+        slot.buf.scatter_add_(0, index, flag.expand(index.shape[0]))
+        slot.num_calls += 1
+        slot.num_passes += 1
+
+
+def _int64() -> torch.dtype:
+    import torch
+
+    return torch.int64

@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Process-wide state of the hooks: one object, not thread-local and not a ContextVar.
+
+On an accelerator backward and recompute run on autograd's own threads, where neither would be seen.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rl_insight_hooks.layers import Layer, LayerRef
+
+__all__ = ["STATE", "LayerRef", "State"]
+
+
+class State:
+    """What the hooks read on every call.
+
+    Attributes:
+        on: a region is active and wanted: hooks record.
+        claims: how many outer seams speak for the layer pass under way; inner seams keep quiet then.
+        layer: the watched layer whose forward runs now, or None.
+        armed: that layer's pass has not been counted yet.
+        evaluating: the watched module is in eval mode inside a region that trains.
+        step: the step set by ``set_step``; None before.
+    """
+
+    __slots__ = ("armed", "claims", "evaluating", "layer", "on", "step", "step_source")
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Back to the state of a fresh process."""
+        self.on = False
+        self.claims = 0
+        self.layer: Layer | None = None
+        self.armed = False
+        self.evaluating = False
+        self.step: int | None = None
+        self.step_source = "given"
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return the fields by name, for ``doctor`` and tests."""
+        return {name: getattr(self, name) for name in self.__slots__}
+
+
+STATE = State()
