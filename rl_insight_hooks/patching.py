@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Replace attributes of third parties and put them back: by identity, idempotent, verifiable.
+
+A replacement is a plain function made by a factory from what it replaces, never a proxy object: Dynamo
+takes a proxy round an operator for the operator itself, and the counts would be lost in silence.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+_log = logging.getLogger(__name__)
+
+MARK = "__rl_insight_hooks__"  # attribute of every replacement of ours: its Gate
+
+_ABSENT: Any = object()
+
+
+@dataclass(slots=True, eq=False)
+class Gate:
+    """Switch of one replacement: shut when it was taken out but somebody still calls it."""
+
+    live: bool = True
+
+
+Factory = Callable[[Any, Gate], Any]
+
+
+@dataclass(slots=True, eq=False)
+class Patch:
+    """One replaced attribute."""
+
+    owner: Any
+    name: str
+    factory: Factory
+    original: Any  # what the attribute was, raw (staticmethod and the like kept), or _ABSENT if inherited
+    replacement: Any
+    gate: Gate
+    rebound: list[tuple[dict[str, Any], str]] = field(default_factory=list)
+    rebind_prefixes: tuple[str, ...] | None = None
+
+    @property
+    def where(self) -> str:
+        """Readable place, e.g. ``torch_npu.npu_grouped_matmul``."""
+        owner_name = getattr(self.owner, "__name__", type(self.owner).__name__)
+        return f"{owner_name}.{self.name}"
+
+
+class Patcher:
+    """Holds the patches of this process."""
+
+    def __init__(self) -> None:
+        self._patches: list[Patch] = []
+
+    @property
+    def patches(self) -> tuple[Patch, ...]:
+        """Patches in place, oldest first."""
+        return tuple(self._patches)
+
+    def replace(
+        self,
+        owner: Any,
+        name: str,
+        factory: Factory,
+        *,
+        rebind: Sequence[str] | None = None,
+    ) -> Patch | None:
+        """Replace ``owner.name`` by ``factory(original, gate)``.
+
+        Args:
+            owner: module or class.
+            name: attribute; a class attribute that is inherited is set on ``owner`` and later removed.
+            factory: makes the replacement; it must call the original exactly once.
+            rebind: replace the same object too where loaded modules bound it under any name; only modules
+                whose name starts with one of these prefixes, ("",) for all.
+
+        Returns:
+            The patch; the one already there if the attribute is ours; None if there is no such attribute.
+        """
+        for patch in self._patches:
+            if patch.owner is owner and patch.name == name:
+                self._reassert(patch)
+                return patch
+        raw = vars(owner).get(name, _ABSENT)
+        current = getattr(owner, name, _ABSENT) if raw is _ABSENT else raw
+        if current is _ABSENT:
+            return None
+        gate = Gate()
+        replacement = _make(factory, current, gate)
+        patch = Patch(owner, name, factory, raw, replacement, gate)
+        patch.rebind_prefixes = tuple(rebind) if rebind is not None else None
+        setattr(owner, name, replacement)
+        self._patches.append(patch)
+        self._rebind(patch, current)
+        return patch
+
+    def reassert(self) -> list[str]:
+        """Put back every replacement that somebody overwrote; return where.
+
+        Where another tool stands on the attribute now, we wrap it anew and shut our older replacement, which
+        that tool may still call: a call counts once.
+        """
+        return [patch.where for patch in self._patches if self._reassert(patch)]
+
+    def _reassert(self, patch: Patch) -> bool:
+        current = vars(patch.owner).get(patch.name, _ABSENT)
+        if current is patch.replacement:
+            if patch.rebind_prefixes is not None:
+                self._rebind(patch, original_of(patch.replacement))
+            return False
+        if current is _ABSENT:
+            return False
+        patch.gate.live = False
+        patch.gate = Gate()
+        patch.original = current
+        patch.replacement = _make(patch.factory, current, patch.gate)
+        setattr(patch.owner, patch.name, patch.replacement)
+        _log.info("%s was replaced by somebody else; hooked again on top of it", patch.where)
+        return True
+
+    def restore(self) -> list[str]:
+        """Take out every patch, newest first; return the places where somebody stands on top of us.
+
+        There our replacement stays in the chain, but shut: it only passes calls on.
+        """
+        buried = []
+        while self._patches:
+            patch = self._patches.pop()
+            patch.gate.live = False
+            if vars(patch.owner).get(patch.name, _ABSENT) is patch.replacement:
+                if patch.original is _ABSENT:
+                    delattr(patch.owner, patch.name)
+                else:
+                    setattr(patch.owner, patch.name, patch.original)
+            else:
+                buried.append(patch.where)
+                _log.warning(
+                    "%s was patched on top of rl_insight_hooks: left in place, it only passes calls on",
+                    patch.where,
+                )
+            original = original_of(patch.replacement)
+            for namespace, name in patch.rebound:
+                if namespace.get(name) is patch.replacement:
+                    namespace[name] = original
+        return buried
+
+    @staticmethod
+    def _rebind(patch: Patch, original: Any) -> None:
+        if patch.rebind_prefixes is None:
+            return
+        for namespace, name in find_bindings(original, patch.rebind_prefixes):
+            if namespace is vars(patch.owner):
+                continue
+            namespace[name] = patch.replacement
+            patch.rebound.append((namespace, name))
+
+
+def find_bindings(target: Any, prefixes: Sequence[str]) -> list[tuple[dict[str, Any], str]]:
+    """Return (module namespace, name) of every global that IS ``target``.
+
+    Reads module ``__dict__``s only, so that no lazy ``__getattr__`` fires.
+    """
+    found = []
+    prefix_tuple = tuple(prefixes)
+    for module_name, module in list(sys.modules.items()):
+        if not isinstance(module, ModuleType) or not module_name.startswith(prefix_tuple):
+            continue
+        if module_name.partition(".")[0] == "rl_insight_hooks":
+            continue
+        namespace = vars(module)
+        for name, value in list(namespace.items()):
+            if value is target:
+                found.append((namespace, name))
+    return found
+
+
+def original_of(replacement: Any) -> Any:
+    """Return what a replacement of ours calls (``__wrapped__``)."""
+    return getattr(replacement, "__wrapped__", None)
+
+
+def is_ours(function: Any) -> bool:
+    """Return True for a replacement made by this package."""
+    return isinstance(getattr(function, MARK, None), Gate)
+
+
+def chain_of(owner: Any, name: str) -> list[str]:
+    """Return who stands on ``owner.name``, outermost first, as far as ``__wrapped__`` tells; for doctor."""
+    chain = []
+    current = getattr(owner, name, None)
+    while current is not None and len(chain) < 32:
+        module = getattr(current, "__module__", None) or type(current).__module__
+        label = f"{module}.{getattr(current, '__qualname__', type(current).__qualname__)}"
+        if is_ours(current):
+            gate: Gate = getattr(current, MARK)
+            label = f"rl_insight_hooks ({'live' if gate.live else 'passed on'})"
+        chain.append(label)
+        current = getattr(current, "__wrapped__", None)
+    return chain
+
+
+def _make(factory: Factory, current: Any, gate: Gate) -> Any:
+    replacement = factory(current, gate)
+    replacement.__wrapped__ = current
+    setattr(replacement, MARK, gate)
+    return replacement
