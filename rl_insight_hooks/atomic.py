@@ -96,4 +96,6 @@ def _fsync(fd: int) -> None:
             raise
         if not _no_fsync_warned:
             _no_fsync_warned = True
-            _log.warning("this file system cannot fsync (%s): files are whole, but not yet durable", error)
+            _log.warning(
+                "this file system cannot fsync (%s): files are whole, but not yet durable", error
+            )

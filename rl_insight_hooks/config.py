@@ -37,18 +37,25 @@ class Config:
     path: str = field(default=DEFAULT_PATH, metadata={"doc": "folder for the files"})
     role: str = field(default="default", metadata={"doc": "role of calls outside every region"})
     steps: str | None = field(default=None, metadata={"doc": 'steps to record: "1,3-7"; null: all'})
-    every: int = field(default=1, metadata={"doc": "record every n-th step only (step % every == 0)"})
+    every: int = field(
+        default=1, metadata={"doc": "record every n-th step only (step % every == 0)"}
+    )
     roles: list[str] | None = field(default=None, metadata={"doc": "roles to record; null: all"})
-    ranks: str | None = field(default=None, metadata={"doc": 'ranks that record: "0,8-15"; null: all'})
+    ranks: str | None = field(
+        default=None, metadata={"doc": 'ranks that record: "0,8-15"; null: all'}
+    )
     phases: list[str] | None = field(
         default=None, metadata={"doc": f"phases to write, of {', '.join(PHASES)}; null: all"}
     )
     flush_interval: float = field(
         default=60.0, metadata={"doc": "seconds between writes of a role without steps"}
     )
-    detail: str = field(default="layer", metadata={"doc": '"layer", or "calls": one record per call too'})
+    detail: str = field(
+        default="layer", metadata={"doc": '"layer", or "calls": one record per call too'}
+    )
     gmm_per_layer: int = field(
-        default=0, metadata={"doc": "grouped matmuls of one layer pass; 0: told from shapes and objects"}
+        default=0,
+        metadata={"doc": "grouped matmuls of one layer pass; 0: told from shapes and objects"},
     )
     resume: bool = field(default=False, metadata={"doc": "go on with the collects found in path"})
     collects: bool = field(default=True, metadata={"doc": "write eplb_token_collects_<rank>.json"})
@@ -56,16 +63,27 @@ class Config:
         default=None, metadata={"doc": "roles that the collects file adds up; null: all"}
     )
     pack_every: int = field(
-        default=0, metadata={"doc": "fold finished steps into one packed file every n steps; 0: never"}
+        default=0,
+        metadata={"doc": "fold finished steps into one packed file every n steps; 0: never"},
     )
-    run_id: str | None = field(default=None, metadata={"doc": "name of the run; null: of the launcher, or made"})
-    num_experts: int | None = field(default=None, metadata={"doc": "logical experts E, where no module tells"})
-    top_k: int | None = field(default=None, metadata={"doc": "experts per token, where no module tells"})
+    run_id: str | None = field(
+        default=None, metadata={"doc": "name of the run; null: of the launcher, or made"}
+    )
+    num_experts: int | None = field(
+        default=None, metadata={"doc": "logical experts E, where no module tells"}
+    )
+    top_k: int | None = field(
+        default=None, metadata={"doc": "experts per token, where no module tells"}
+    )
     first_expert: int | None = field(
         default=None, metadata={"doc": "global id of this rank's first expert, where nobody tells"}
     )
-    ep_size: int | None = field(default=None, metadata={"doc": "expert parallel size, where nobody tells"})
-    ep_rank: int | None = field(default=None, metadata={"doc": "expert parallel rank, where nobody tells"})
+    ep_size: int | None = field(
+        default=None, metadata={"doc": "expert parallel size, where nobody tells"}
+    )
+    ep_rank: int | None = field(
+        default=None, metadata={"doc": "expert parallel rank, where nobody tells"}
+    )
     integrations: list[str] | None = field(
         default=None, metadata={"doc": "integrations to install, by name; null: all that are found"}
     )
@@ -82,15 +100,23 @@ class Config:
         for name in ("enable", "resume", "collects"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{BLOCK}.{name} is {getattr(self, name)!r}; give true or false")
-        if isinstance(self.flush_interval, bool) or not isinstance(self.flush_interval, (int, float)):
-            raise ConfigError(f"{BLOCK}.flush_interval is {self.flush_interval!r}; give seconds, e.g. 60")
+        if isinstance(self.flush_interval, bool) or not isinstance(
+            self.flush_interval, (int, float)
+        ):
+            raise ConfigError(
+                f"{BLOCK}.flush_interval is {self.flush_interval!r}; give seconds, e.g. 60"
+            )
         if not self.flush_interval > 0:
-            raise ConfigError(f"{BLOCK}.flush_interval is {self.flush_interval!r}; give more than 0 seconds")
+            raise ConfigError(
+                f"{BLOCK}.flush_interval is {self.flush_interval!r}; give more than 0 seconds"
+            )
         if self.detail not in ("layer", "calls"):
             raise ConfigError(f'{BLOCK}.detail is {self.detail!r}; give "layer" or "calls"')
         for name in ("path", "role"):
             if not isinstance(getattr(self, name), str) or not getattr(self, name):
-                raise ConfigError(f"{BLOCK}.{name} is {getattr(self, name)!r}; give a non-empty text")
+                raise ConfigError(
+                    f"{BLOCK}.{name} is {getattr(self, name)!r}; give a non-empty text"
+                )
         for name in ("roles", "phases", "collects_roles", "integrations"):
             setattr(self, name, _names(name, getattr(self, name)))
         for phase in self.phases or ():
@@ -146,6 +172,18 @@ def load_config(cfg: Any = None) -> Config:
     return config
 
 
+def changed(config: Config, settings: Mapping[str, Any]) -> Config:
+    """Return ``config`` with ``settings`` changed.
+
+    Raises:
+        ConfigError: an unknown setting, or a bad value.
+    """
+    for key in settings:
+        if key not in FIELD_NAMES:
+            raise ConfigError(f"{BLOCK}.{key} is no setting of ours{_nearest(key)}")
+    return dataclasses.replace(config, **settings)
+
+
 def _as_mapping(cfg: Any) -> Mapping[str, Any]:
     if cfg is None:
         return {}
@@ -156,7 +194,9 @@ def _as_mapping(cfg: Any) -> Mapping[str, Any]:
         cfg = _only_our_keys(cfg)
         cfg = omegaconf.OmegaConf.to_container(cfg, resolve=True)
     if not isinstance(cfg, Mapping):
-        raise ConfigError(f"enable() takes a YAML path, a mapping or a DictConfig, not {type(cfg).__name__}")
+        raise ConfigError(
+            f"enable() takes a YAML path, a mapping or a DictConfig, not {type(cfg).__name__}"
+        )
     return cfg
 
 
@@ -165,7 +205,9 @@ def _only_our_keys(cfg: Any) -> Any:
     from omegaconf import OmegaConf
 
     wanted = (BLOCK, *_MINDSPEED_RL_BLOCKS)
-    return OmegaConf.create({k: OmegaConf.select(cfg, k) for k in wanted if OmegaConf.select(cfg, k) is not None})
+    return OmegaConf.create(
+        {k: OmegaConf.select(cfg, k) for k in wanted if OmegaConf.select(cfg, k) is not None}
+    )
 
 
 def _read_yaml(path: Path) -> Mapping[str, Any]:
@@ -176,7 +218,9 @@ def _read_yaml(path: Path) -> Mapping[str, Any]:
         loaded = OmegaConf.load(path)
         container = OmegaConf.to_container(_only_our_keys(loaded), resolve=True)
     except OSError as error:
-        raise ConfigError(f"cannot read the configuration {path}: {error.strerror or error}") from error
+        raise ConfigError(
+            f"cannot read the configuration {path}: {error.strerror or error}"
+        ) from error
     except (OmegaConfBaseException, ValueError) as error:
         raise ConfigError(f"the configuration {path} is no valid YAML mapping: {error}") from error
     except Exception as error:  # yaml's own errors, without importing yaml
@@ -191,7 +235,9 @@ def _from_mapping(mapping: Mapping[str, Any]) -> Config:
     block = mapping.get(BLOCK)
     if block is not None:
         if not isinstance(block, Mapping):
-            raise ConfigError(f"{BLOCK} is {block!r}; it must be a mapping such as {{enable: true}}")
+            raise ConfigError(
+                f"{BLOCK} is {block!r}; it must be a mapping such as {{enable: true}}"
+            )
         for key in block:
             if key not in FIELD_NAMES:
                 raise ConfigError(f"{BLOCK}.{key} is no setting of ours{_nearest(str(key))}")
@@ -209,7 +255,9 @@ def _mindspeed_rl_values(mapping: Mapping[str, Any]) -> dict[str, Any]:
             if switch is None:
                 continue
             if not isinstance(switch, bool):
-                raise ConfigError(f"{name}.{prefix}token_collects is {switch!r}; give true or false")
+                raise ConfigError(
+                    f"{name}.{prefix}token_collects is {switch!r}; give true or false"
+                )
             path = block.get(f"{prefix}token_save_path", block.get("token_save_path"))
             return {"enable": switch, "path": str(path) if path else _MINDSPEED_RL_DEFAULT_PATH}
     return {}

@@ -69,7 +69,11 @@ class SlotReading:
 class PendingReading:
     """A drain under way: device copies that may still be in flight. ``resolve`` waits for them."""
 
-    def __init__(self, copies: list[tuple[torch.Tensor, Any]], ints: list[tuple[Slot, tuple[int, int, int, int]]]):
+    def __init__(
+        self,
+        copies: list[tuple[torch.Tensor, Any]],
+        ints: list[tuple[Slot, tuple[int, int, int, int]]],
+    ):
         self._copies = copies
         self._ints = ints
 
@@ -131,14 +135,18 @@ class CounterPool:
             (
                 i
                 for i, chunk in enumerate(self._chunks)
-                if chunk.shape[1] == width and chunk.device == device and self._num_used[i] < ROWS_PER_CHUNK
+                if chunk.shape[1] == width
+                and chunk.device == device
+                and self._num_used[i] < ROWS_PER_CHUNK
             ),
             None,
         )
         if index is None:
             # inference_mode would make a tensor that a later training step may not add to
             with torch.inference_mode(False), torch.no_grad():
-                self._chunks.append(torch.zeros((ROWS_PER_CHUNK, width), dtype=torch.int64, device=device))
+                self._chunks.append(
+                    torch.zeros((ROWS_PER_CHUNK, width), dtype=torch.int64, device=device)
+                )
             self._num_used.append(0)
             index = len(self._chunks) - 1
         row = self._num_used[index]
@@ -192,5 +200,7 @@ def _to_host(snapshot: torch.Tensor) -> tuple[torch.Tensor, Any]:
             return host, event
         except Exception:
             _pinned_ok = False
-            _log.info("no pinned memory or events on %s: drains copy synchronously", snapshot.device.type)
+            _log.info(
+                "no pinned memory or events on %s: drains copy synchronously", snapshot.device.type
+            )
     return snapshot.cpu(), None

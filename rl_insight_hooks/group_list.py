@@ -34,7 +34,7 @@ def counts_from_cumulative(cumulative_E: npt.ArrayLike) -> IntArray:
     Also right for a sum of cumulative lists, since the difference is linear.
     """
     cumulative = np.asarray(cumulative_E, dtype=np.int64)
-    counts = cumulative.copy()
+    counts: IntArray = cumulative.copy()
     counts[..., 1:] -= cumulative[..., :-1]
     return counts
 
@@ -47,29 +47,38 @@ def counts_from_pairs(pairs_E2: npt.ArrayLike, num_experts: int) -> IntArray:
     if used.size:
         if used[:, 0].min() < 0 or used[:, 0].max() >= num_experts:
             bad = int(used[(used[:, 0] < 0) | (used[:, 0] >= num_experts)][0, 0])
-            raise ValueError(f"group_list pairs name expert {bad}; experts are 0..{num_experts - 1}")
+            raise ValueError(
+                f"group_list pairs name expert {bad}; experts are 0..{num_experts - 1}"
+            )
         np.add.at(counts, used[:, 0], used[:, 1])
     return counts
 
 
-def counts_of(group_list: npt.ArrayLike, group_list_type: int, num_experts: int | None = None) -> IntArray:
+def counts_of(
+    group_list: npt.ArrayLike, group_list_type: int, num_experts: int | None = None
+) -> IntArray:
     """Return tokens per expert [E], int64, of one ``group_list``.
 
     Raises:
         ValueError: ``group_list_type`` is unknown, a value is negative, or a cumulative list decreases.
     """
     values = np.asarray(group_list, dtype=np.int64)
+    counts: IntArray
     if group_list_type == COUNTS:
         counts = values.copy()
     elif group_list_type == CUMULATIVE:
         counts = counts_from_cumulative(values)
     elif group_list_type == SPARSE_PAIRS:
-        counts = counts_from_pairs(values, num_experts if num_experts is not None else values.shape[0])
+        counts = counts_from_pairs(
+            values, num_experts if num_experts is not None else values.shape[0]
+        )
     else:
         raise ValueError(f"group_list_type {group_list_type} is unknown; known are 0, 1 and 2")
     if counts.size and counts.min() < 0:
         what = "decreases" if group_list_type == CUMULATIVE else "has a negative count"
-        raise ValueError(f"group_list (type {group_list_type}) {what} at expert {int(counts.argmin())}")
+        raise ValueError(
+            f"group_list (type {group_list_type}) {what} at expert {int(counts.argmin())}"
+        )
     return counts
 
 

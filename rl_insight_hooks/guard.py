@@ -3,10 +3,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
-from collections.abc import Iterator
+from types import TracebackType
 
 _log = logging.getLogger("rl_insight_hooks")
 
@@ -32,13 +31,27 @@ def failed(where: str) -> None:
         return
 
 
-@contextlib.contextmanager
-def failsafe(where: str) -> Iterator[None]:
+class failsafe:  # noqa: N801 - used like a function
     """Run a block of ours; its exception is counted under ``where`` and swallowed. Not for hot paths."""
-    try:
-        yield
-    except Exception:
-        failed(where)
+
+    __slots__ = ("_where",)
+
+    def __init__(self, where: str) -> None:
+        self._where = where
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> bool:
+        if error is None or not isinstance(error, Exception):
+            return False
+        failed(self._where)
+        return True
 
 
 def take_failures() -> dict[str, int]:

@@ -43,13 +43,18 @@ class Layer:
     forward_slot: Any = None  # the slot of the last forward, to skip the dict
     num_experts: int | None = None
     top_k: int | None = None
+    # rows that compiled graphs add to; allocated by watch, before any trace
+    compiled_counts: Any = None
+    compiled_cumulative: Any = None
 
 
 class LayerRegistry:
     """Makes and finds the layers of this process."""
 
     def __init__(self) -> None:
-        self._by_module: weakref.WeakKeyDictionary[torch.nn.Module, Layer] = weakref.WeakKeyDictionary()
+        self._by_module: weakref.WeakKeyDictionary[torch.nn.Module, Layer] = (
+            weakref.WeakKeyDictionary()
+        )
         self._by_order: list[Layer] = []
         self._by_key: dict[tuple[object, ...], Layer] = {}
         self._num_layers = 0
@@ -134,8 +139,18 @@ def moe_blocks(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
 
 def num_experts_of(block: torch.nn.Module) -> int | None:
     """Return the number of logical experts E that ``block`` says it has, or None."""
-    for holder in (block, getattr(block, "config", None), getattr(block, "router", None), getattr(block, "gate", None)):
-        for name in ("num_experts", "n_routed_experts", "num_local_experts_total", "num_moe_experts"):
+    for holder in (
+        block,
+        getattr(block, "config", None),
+        getattr(block, "router", None),
+        getattr(block, "gate", None),
+    ):
+        for name in (
+            "num_experts",
+            "n_routed_experts",
+            "num_local_experts_total",
+            "num_moe_experts",
+        ):
             value = getattr(holder, name, None)
             if type(value) is int and value > 0:
                 return value
@@ -144,7 +159,12 @@ def num_experts_of(block: torch.nn.Module) -> int | None:
 
 def top_k_of(block: torch.nn.Module) -> int | None:
     """Return the number of experts a token goes to, or None."""
-    for holder in (block, getattr(block, "config", None), getattr(block, "router", None), getattr(block, "gate", None)):
+    for holder in (
+        block,
+        getattr(block, "config", None),
+        getattr(block, "router", None),
+        getattr(block, "gate", None),
+    ):
         for name in ("top_k", "num_experts_per_tok", "moe_router_topk", "topk"):
             value = getattr(holder, name, None)
             if type(value) is int and value > 0:

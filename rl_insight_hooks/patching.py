@@ -38,7 +38,9 @@ class Patch:
     owner: Any
     name: str
     factory: Factory
-    original: Any  # what the attribute was, raw (staticmethod and the like kept), or _ABSENT if inherited
+    original: (
+        Any  # what the attribute was, raw (staticmethod and the like kept), or _ABSENT if inherited
+    )
     replacement: Any
     gate: Gate
     rebound: list[tuple[dict[str, Any], str]] = field(default_factory=list)
@@ -191,7 +193,7 @@ def is_ours(function: Any) -> bool:
 
 def chain_of(owner: Any, name: str) -> list[str]:
     """Return who stands on ``owner.name``, outermost first, as far as ``__wrapped__`` tells; for doctor."""
-    chain = []
+    chain: list[str] = []
     current = getattr(owner, name, None)
     while current is not None and len(chain) < 32:
         module = getattr(current, "__module__", None) or type(current).__module__

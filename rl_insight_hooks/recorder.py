@@ -20,7 +20,13 @@ from rl_insight_hooks.counters import (
     Slot,
 )
 from rl_insight_hooks.group_list import COUNTS, CUMULATIVE, SPARSE_PAIRS
-from rl_insight_hooks.layers import Layer, LayerRef, LayerRegistry, called_from_backward, calling_module
+from rl_insight_hooks.layers import (
+    Layer,
+    LayerRef,
+    LayerRegistry,
+    called_from_backward,
+    calling_module,
+)
 from rl_insight_hooks.passes import PassTracker
 from rl_insight_hooks.schema import (
     PHASE_DW,
@@ -40,19 +46,6 @@ _LAYER_TAG = "_rl_insight_layer"
 _WEIGHT_GROUP_TYPE = 2  # group_type of a dW call (K axis); 0 is forward and dX (M axis)
 
 _FORM_OF_TYPE = {CUMULATIVE: FORM_CUMULATIVE, COUNTS: FORM_COUNTS, SPARSE_PAIRS: FORM_COUNTS}
-
-
-def _find_graph_task_id() -> Callable[[], int]:
-    """Return the function that is >= 0 inside the autograd engine and -1 outside.
-
-    Private in torch, but FSDP2 in torch itself relies on it. Without it every call counts as forward,
-    which the file's ``stamps`` then say.
-    """
-    try:
-        from torch._C import _current_graph_task_id
-    except ImportError:
-        return lambda: -1
-    return _current_graph_task_id
 
 
 class Recorder:
@@ -77,8 +70,25 @@ class Recorder:
         self._dw_slot: Slot | None = None
         self._order = 0
         self._backward_seen = False
-        self._graph_task_id = _find_graph_task_id()
+        self._graph_task_id: Callable[[], int] = self._find_graph_task_id
         self._enabled_flags: dict[Any, torch.Tensor] = {}
+
+    def _find_graph_task_id(self) -> int:
+        """First call: find the function that is >= 0 inside the autograd engine and -1 outside.
+
+        Private in torch, but FSDP2 in torch itself relies on it. Without it every call counts as forward,
+        and the file is stamped so.
+        """
+        try:
+            from torch._C import _current_graph_task_id as found
+        except ImportError:
+            self.stamps["phases"] = (
+                "this torch cannot tell backward from forward: all calls count as forward"
+            )
+            self._graph_task_id = lambda: -1
+        else:
+            self._graph_task_id = found
+        return self._graph_task_id()
 
     # -- regions ---------------------------------------------------------------------------------------
 
@@ -167,6 +177,8 @@ class Recorder:
             slot.num_calls += 1
             slot.num_passes += 1
             slot.num_rows += x[0].shape[0]
+        if slot is not None and state.layer is not None:
+            slot.num_tokens += state.num_tokens
         tracker.slot = slot
         if slot is not None and group_list is not None and type(group_list) is not list:
             setattr(group_list, _LAYER_TAG, layer)
@@ -206,12 +218,17 @@ class Recorder:
                     tracker.slot.num_calls += 1
                 return
             if backward:
-                layer, phase = getattr(group_list, _LAYER_TAG, None) or self.layers.unknown, PHASE_DX
+                layer, phase = (
+                    getattr(group_list, _LAYER_TAG, None) or self.layers.unknown,
+                    PHASE_DX,
+                )
             else:
                 module = calling_module(depth + 1)
                 layer = self.layers.unknown if module is None else self.layers.of_module(module)
                 phase = PHASE_RECOMPUTE
-        slot = tracker.slot = self._add_any(layer, phase, seam, group_list, group_list_type, x, weight)
+        slot = tracker.slot = self._add_any(
+            layer, phase, seam, group_list, group_list_type, x, weight
+        )
         if phase is PHASE_RECOMPUTE and group_list is not None and type(group_list) is not list:
             setattr(group_list, _LAYER_TAG, layer)
         if self.detail_calls and slot is not None:
@@ -248,7 +265,9 @@ class Recorder:
             self._add_host(slot, counts)
         elif isinstance(group_list, (list, tuple)):
             slot = self._host_slot(layer, phase, seam, len(group_list))
-            self._add_host(slot, [b - a for a, b in zip([0, *group_list[:-1]], group_list, strict=True)])
+            self._add_host(
+                slot, [b - a for a, b in zip([0, *group_list[:-1]], group_list, strict=True)]
+            )
         else:
             form = _FORM_OF_TYPE.get(group_list_type)
             if form is None:
@@ -258,10 +277,16 @@ class Recorder:
             if group_list_type == SPARSE_PAIRS:
                 if len(weight):
                     num_experts = weight[0].shape[0] if len(weight) == 1 else len(weight)
-                slot = self._slot(layer, phase, form, seam, num_experts, num_experts, group_list.device)
-                slot.buf.scatter_add_(0, group_list[:, 0].clamp(0, num_experts - 1), group_list[:, 1])
+                slot = self._slot(
+                    layer, phase, form, seam, num_experts, num_experts, group_list.device
+                )
+                slot.buf.scatter_add_(
+                    0, group_list[:, 0].clamp(0, num_experts - 1), group_list[:, 1]
+                )
             else:
-                slot = self._slot(layer, phase, form, seam, num_experts, num_experts, group_list.device)
+                slot = self._slot(
+                    layer, phase, form, seam, num_experts, num_experts, group_list.device
+                )
                 slot.buf.add_(group_list)
         slot.num_calls += 1
         slot.num_passes += 1
@@ -271,7 +296,9 @@ class Recorder:
     def _host_slot(self, layer: Layer, phase: str, seam: str, num_experts: int) -> Slot:
         import torch
 
-        return self._slot(layer, phase, FORM_COUNTS, seam, num_experts, num_experts, torch.device("cpu"))
+        return self._slot(
+            layer, phase, FORM_COUNTS, seam, num_experts, num_experts, torch.device("cpu")
+        )
 
     @staticmethod
     def _add_host(slot: Slot, counts: list[int]) -> None:
@@ -346,7 +373,9 @@ class Recorder:
         flag = self._enabled_flags.get(device)
         if flag is None:
             with torch.inference_mode(False), torch.no_grad():
-                flag = self._enabled_flags[device] = torch.ones((), dtype=torch.int64, device=device)
+                flag = self._enabled_flags[device] = torch.ones(
+                    (), dtype=torch.int64, device=device
+                )
         return flag
 
     def set_enabled(self, enabled: bool) -> None:
@@ -403,7 +432,7 @@ class Recorder:
             owner: the model that ``layer`` belongs to, where names alone are not unique.
         """
         self.num_events += 1
-        if type(layer) is LayerRef:
+        if isinstance(layer, LayerRef):
             layer = self.layers.of_ref(layer, owner)
         slot = layer.forward_slot
         if (
@@ -414,7 +443,13 @@ class Recorder:
             or slot.buf.shape[0] != num_experts + num_extra + 2
         ):
             slot = self.ids_slot(
-                seam, layer, num_experts, ids.device, num_extra=num_extra, id_space=id_space, draft=draft
+                seam,
+                layer,
+                num_experts,
+                ids.device,
+                num_extra=num_extra,
+                id_space=id_space,
+                draft=draft,
             )
             layer.forward_slot = slot
         index = (ids + 1).clamp_(0, num_experts + num_extra)

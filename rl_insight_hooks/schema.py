@@ -28,8 +28,12 @@ PHASE_COMPILED = "compiled"
 PHASES = (PHASE_FORWARD, PHASE_EVAL, PHASE_RECOMPUTE, PHASE_DX, PHASE_DW, PHASE_COMPILED)
 
 # Where a layer number came from.
-LAYER_FROM_MODULE = "module"  # watch(model), or the seam's own layer object: the decoder layer's number
-LAYER_FROM_CALL_ORDER = "call_order"  # order among the MoE layers seen in one forward pass: 0, 1, 2, ...
+LAYER_FROM_MODULE = (
+    "module"  # watch(model), or the seam's own layer object: the decoder layer's number
+)
+LAYER_FROM_CALL_ORDER = (
+    "call_order"  # order among the MoE layers seen in one forward pass: 0, 1, 2, ...
+)
 LAYER_UNKNOWN = "unknown"  # layer is -1: calls that could not be given to a layer
 LAYER_SOURCES = (LAYER_FROM_MODULE, LAYER_FROM_CALL_ORDER, LAYER_UNKNOWN)
 
@@ -38,7 +42,9 @@ ID_PHYSICAL = "physical"
 
 # Whether the ranks of this file's replica group saw the same tokens.
 TOKENS_DISJOINT = "disjoint"  # each rank's counts are its own tokens: sum over ranks
-TOKENS_REPLICATED = "replicated"  # ranks with the same parallel.replica_group hold equal counts: take one
+TOKENS_REPLICATED = (
+    "replicated"  # ranks with the same parallel.replica_group hold equal counts: take one
+)
 TOKENS_UNKNOWN = "unknown"
 
 
@@ -86,12 +92,16 @@ class Record(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     num_calls: int  # calls of the seam, e.g. gate, up and down of one pass are 3
     num_passes: int  # passes through the layer; counts holds each pass once
     num_assignments: int  # sum(counts) = tokens x top-k where nothing is dropped
-    num_rows: int | None = None  # rows that the seam was given: assignments + padding, where it knows
+    num_rows: int | None = (
+        None  # rows that the seam was given: assignments + padding, where it knows
+    )
     num_tokens: int | None = None  # tokens that entered the layer, where the seam knows it
     counts: list[int]
     id_space: str | None = None  # where it differs from the file's
     draft: bool = False  # a draft / MTP layer
-    extra_counts: dict[str, int] | None = None  # e.g. {"shared": n, "zero": n}: ids that are no routed experts
+    extra_counts: dict[str, int] | None = (
+        None  # e.g. {"shared": n, "zero": n}: ids that are no routed experts
+    )
 
 
 class CallRecord(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -129,7 +139,9 @@ class LoadFile(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     dropped: dict[str, int] = {}
     masked: dict[str, int] = {}
     failed: dict[str, int] = {}
-    stamps: dict[str, str] = {}  # what falsifies or qualifies the load, e.g. {"forced_routing": "..."}
+    stamps: dict[
+        str, str
+    ] = {}  # what falsifies or qualifies the load, e.g. {"forced_routing": "..."}
     notes: list[str] = []  # self-check: what is odd about this region, in words
 
 

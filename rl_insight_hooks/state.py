@@ -22,10 +22,22 @@ class State:
         layer: the watched layer whose forward runs now, or None.
         armed: that layer's pass has not been counted yet.
         evaluating: the watched module is in eval mode inside a region that trains.
+        num_tokens: tokens that entered the watched layer under way.
+        compiled_unwatched: a compiled graph called a seam for a layer that nobody watches.
         step: the step set by ``set_step``; None before.
     """
 
-    __slots__ = ("armed", "claims", "evaluating", "layer", "on", "step", "step_source")
+    __slots__ = (
+        "armed",
+        "claims",
+        "compiled_unwatched",
+        "evaluating",
+        "layer",
+        "num_tokens",
+        "on",
+        "step",
+        "step_source",
+    )
 
     def __init__(self) -> None:
         self.reset()
@@ -37,6 +49,8 @@ class State:
         self.layer: Layer | None = None
         self.armed = False
         self.evaluating = False
+        self.num_tokens = 0
+        self.compiled_unwatched = False
         self.step: int | None = None
         self.step_source = "given"
 

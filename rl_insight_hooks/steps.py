@@ -36,7 +36,9 @@ def parse_steps(text: str, *, what: str = "steps") -> IntRanges:
     for part in text.strip().strip("[]").split(","):
         match = _PART.fullmatch(part.strip())
         if match is None:
-            raise ConfigError(f'{what} is {text!r}: {part.strip()!r} is no number or range; write e.g. "1,3-7"')
+            raise ConfigError(
+                f'{what} is {text!r}: {part.strip()!r} is no number or range; write e.g. "1,3-7"'
+            )
         low = int(match.group(1))
         high = int(match.group(2) or low)
         if high < low:

@@ -27,7 +27,9 @@ class Place:
     parallel: Parallel = field(default_factory=Parallel)
     num_experts: int | None = None  # logical, over all ranks
     top_k: int | None = None
-    first_expert: int | None = None  # global id of the first local expert; None: worked out from ep_rank
+    first_expert: int | None = (
+        None  # global id of the first local expert; None: worked out from ep_rank
+    )
     tokens_layout: str = TOKENS_DISJOINT
 
 
@@ -43,7 +45,15 @@ def give(**values: object) -> None:
     Raises:
         ConfigError: an unknown name.
     """
-    known = {"rank", "world_size", "num_experts", "top_k", "first_expert", "tokens_layout", *_PARALLEL_FIELDS}
+    known = {
+        "rank",
+        "world_size",
+        "num_experts",
+        "top_k",
+        "first_expert",
+        "tokens_layout",
+        *_PARALLEL_FIELDS,
+    }
     for name in values:
         if name not in known:
             raise ConfigError(f"topology has no {name!r}; it has {', '.join(sorted(known))}")
@@ -51,7 +61,7 @@ def give(**values: object) -> None:
 
 
 def add_provider(name: str, provider: Provider) -> None:
-    """Register ``provider``, which fills in the fields of a :class:`Place` that it knows. Same name replaces."""
+    """Register ``provider``, which fills in the fields of a :class:`Place` that it knows."""
     _providers[name] = provider
 
 
