@@ -48,6 +48,9 @@ class LoadTable:
     held_N: IntArray  # number of experts that the row's rank holds
     num_passes_N: IntArray
     num_tokens_N: IntArray  # -1 where unknown
+    replica_N: IntArray | None = (
+        None  # rows with the same id >= 0 saw the same tokens; -1: its own tokens
+    )
     roles: tuple[str, ...]
     phases: tuple[str, ...]
     layer_names: dict[int, str] = field(default_factory=dict)
@@ -62,8 +65,9 @@ class LoadTable:
     def __post_init__(self) -> None:
         num_rows = self.counts_NE.shape[0]
         for name in _ROW_FIELDS:
-            if getattr(self, name).shape[0] != num_rows:
-                raise ValueError(f"LoadTable.{name} has {getattr(self, name).shape[0]} rows, not {num_rows}")
+            column = getattr(self, name)
+            if column is not None and column.shape[0] != num_rows:
+                raise ValueError(f"LoadTable.{name} has {column.shape[0]} rows, not {num_rows}")
 
     @property
     def num_rows(self) -> int:
@@ -77,7 +81,30 @@ class LoadTable:
 
     def take(self, rows: npt.NDArray[np.bool_] | IntArray) -> LoadTable:
         """Return the table of the given rows (bool mask [N], or row numbers)."""
-        return dataclasses.replace(self, **{name: getattr(self, name)[rows] for name in _ROW_FIELDS})
+        columns = {name: getattr(self, name) for name in _ROW_FIELDS}
+        return dataclasses.replace(
+            self,
+            **{name: None if column is None else column[rows] for name, column in columns.items()},
+        )
+
+    @property
+    def is_incomplete(self) -> bool:
+        """True if a problem of severity "error" is known: part of the data is lost (exit code 4)."""
+        return any(problem.severity == "error" for problem in self.problems)
+
+    def role_of(self, row: int) -> str:
+        """Return the role's name of one row."""
+        return self.roles[int(self.role_N[row])]
+
+    def phase_of(self, row: int) -> str:
+        """Return the phase's name of one row."""
+        return self.phases[int(self.phase_N[row])]
+
+    def layer_label(self, layer: int) -> str:
+        """Return what to call a layer in words: its name where it is known, else its number."""
+        if layer == UNKNOWN_LAYER:
+            return "unknown"
+        return self.layer_names.get(layer, str(layer))
 
 
 _ROW_FIELDS = (
@@ -91,4 +118,5 @@ _ROW_FIELDS = (
     "held_N",
     "num_passes_N",
     "num_tokens_N",
+    "replica_N",
 )

@@ -1,2 +1,111 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Readers, one file per format."""
+"""Readers, one file per format, and :func:`load`, which tells the formats apart and runs them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+
+from rl_insight_hooks.errors import DataError, UsageError
+from rl_insight_hooks.report import select
+from rl_insight_hooks.report.load import sniff
+from rl_insight_hooks.report.load.collects import read_collects
+from rl_insight_hooks.report.load.context import Progress, ReadContext
+from rl_insight_hooks.report.load.msprobe import read_msprobe
+from rl_insight_hooks.report.load.native import read_native
+from rl_insight_hooks.report.load.sink import AGGREGATES, FoldSink, RowSink, Sink
+from rl_insight_hooks.report.table import LoadTable
+
+__all__ = ["load"]
+
+PathLike = str | os.PathLike[str]
+
+
+def load(
+    paths: PathLike | Iterable[PathLike],
+    *,
+    steps: select.NumberSpec = None,
+    roles: select.NameSpec = None,
+    ranks: select.NumberSpec = None,
+    layers: select.NumberSpec = None,
+    phases: select.NameSpec = None,
+    merge_ranks: bool = False,
+    aggregate: str = "auto",
+    strict: bool = False,
+    jobs: int = 1,
+    gmm_per_layer: int | None = None,
+    num_moe_layers: int | None = None,
+    ep_size: int | None = None,
+    progress: Progress | None = None,
+) -> LoadTable:
+    """Read expert loads of any known format into one :class:`LoadTable`.
+
+    Args:
+        paths: a file or folder, or several; a folder is searched to its bottom and may mix formats.
+        steps: steps to keep: ``"1,3-7"``, a number, numbers, or None for all. Roles without steps are kept
+            only by None.
+        roles: role names to keep, ``"a,b"`` or an iterable.
+        ranks: as ``steps``.
+        layers: as ``steps``.
+        phases: phase names to keep, e.g. ``"forward"``.
+        merge_ranks: add up over ranks to global expert ids; ``rank_N`` is then ``ALL_RANKS``. Files are
+            folded in as they are read, so memory does not grow with the number of ranks.
+        aggregate: how ``merge_ranks`` treats ranks: ``"auto"`` counts ranks that saw the same tokens once
+            and adds up the others; ``"sum"`` adds up all; ``"max"`` takes the largest count of each expert;
+            ``"one-rank"`` takes the lowest rank of each step and role.
+        strict: raise at the first problem that loses data, instead of listing it.
+        jobs: number of processes that read.
+        gmm_per_layer: msprobe dumps: grouped matmuls of one layer pass, where the dump does not say.
+        num_moe_layers: msprobe dumps: MoE layers of one rank, where the dump does not say.
+        ep_size: msprobe dumps: size of the expert-parallel groups, which no dump says; rank r then holds
+            the experts from ``(r % ep_size) * E_local``.
+        progress: called with (files read, files in all).
+
+    Returns:
+        The table; what could not be read is in ``problems``, what had to be assumed in ``assumptions``.
+
+    Raises:
+        DataError: there is nothing to read at all; or ``strict`` is set and something is wrong.
+        UsageError: a filter or option cannot be read, or names a role or phase that is not there.
+    """
+    if aggregate not in AGGREGATES:
+        raise UsageError(
+            f"aggregate {aggregate!r} is unknown; choose one of {', '.join(AGGREGATES)}"
+        )
+    for name, value in (("jobs", jobs), ("gmm_per_layer", gmm_per_layer), ("ep_size", ep_size)):
+        if value is not None and value < 1:
+            raise UsageError(f"{name} is {value}; it must be at least 1")
+    selection = select.make_selection(
+        steps=steps, roles=roles, ranks=ranks, layers=layers, phases=phases
+    )
+    context = ReadContext(
+        selection=selection,
+        strict=strict,
+        gmm_per_layer=gmm_per_layer,
+        num_moe_layers=num_moe_layers,
+        ep_size=ep_size,
+        aggregate=aggregate,
+        progress=progress,
+    )
+    found = sniff.find(_as_list(paths), context)
+    context.num_files = found.num_files
+    sink: Sink = FoldSink(context) if merge_ranks else RowSink(context)
+    _read_all(found, sink, context)
+    table = sink.table()
+    select.check_names(selection.roles, context.roles_seen | set(table.roles), "role")
+    if table.num_rows:
+        select.check_names(selection.phases, table.phases, "phase")
+    return select.apply(table, selection)
+
+
+def _as_list(paths: PathLike | Iterable[PathLike]) -> list[str]:
+    listed = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
+    if not listed:
+        raise DataError("no input path given")
+    return [os.fspath(path) for path in listed]
+
+
+def _read_all(found: sniff.Found, sink: Sink, context: ReadContext) -> None:
+    read_native(found.native, sink, context)
+    read_collects(found.collects, sink, context)
+    read_msprobe(found.dumps, found.roots, sink, context)

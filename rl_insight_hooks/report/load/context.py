@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every reader is given: what is wanted, and where to say what is wrong."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from rl_insight_hooks.errors import DataError
+from rl_insight_hooks.report.select import Selection
+from rl_insight_hooks.report.table import Problem
+
+Progress = Callable[[int, int], None]
+
+SEVERITY_ERROR = "error"  # something is lost: exit code 4
+SEVERITY_WARNING = "warning"  # all is there, but look at it
+SEVERITY_NOTE = "note"
+
+# One rule is listed this often; the rest is counted in one line, so that 100,000 torn files stay readable.
+MAX_LISTED_PER_RULE = 20
+
+# Larger than any file of the formats here; what is larger is named, not read into memory.
+MAX_FILE_BYTES = 4 << 30
+
+
+@dataclass(kw_only=True)
+class ReadContext:
+    """State of one :func:`load`: selection in; problems, assumptions and role names out."""
+
+    selection: Selection = field(default_factory=Selection)
+    strict: bool = False
+    gmm_per_layer: int | None = None
+    num_moe_layers: int | None = None
+    ep_size: int | None = None
+    aggregate: str = "auto"
+    progress: Progress | None = None
+    problems: list[Problem] = field(default_factory=list)
+    assumptions: dict[str, None] = field(default_factory=dict)
+    roles_seen: set[str] = field(default_factory=set)
+    num_files: int = 0
+    _num_done: int = 0
+
+    def problem(
+        self,
+        rule: str,
+        where: str | os.PathLike[str],
+        what: str,
+        fix: str,
+        severity: str = SEVERITY_ERROR,
+    ) -> None:
+        """Note one thing that is wrong.
+
+        Raises:
+            DataError: ``strict`` is set and the problem loses data.
+        """
+        if self.strict and severity == SEVERITY_ERROR:
+            raise DataError(f"{os.fspath(where)}: {what}. {fix} [{rule}]")
+        found = Problem(rule=rule, where=os.fspath(where), what=what, fix=fix, severity=severity)
+        self.problems.append(found)
+
+    def assume(self, sentence: str) -> None:
+        """Note, once, something that the data does not say and that a reader had to assume."""
+        self.assumptions.setdefault(sentence)
+
+    def done(self, num_files: int = 1) -> None:
+        """Tell the progress display that files were read."""
+        self._num_done += num_files
+        if self.progress is not None:
+            self.progress(self._num_done, self.num_files)
+
+    def listed_problems(self) -> tuple[Problem, ...]:
+        """Return the problems, worst first, long lists of one rule cut with a line that counts the rest."""
+        return listed(self.problems)
+
+
+def listed(problems: list[Problem]) -> tuple[Problem, ...]:
+    """Return ``problems``, worst first, with at most ``MAX_LISTED_PER_RULE`` of each rule and a count of the rest."""
+    order = {SEVERITY_ERROR: 0, SEVERITY_WARNING: 1, SEVERITY_NOTE: 2}
+    num_of_rule: dict[tuple[str, str], int] = {}
+    kept: list[Problem] = []
+    for found in sorted(problems, key=lambda problem: order.get(problem.severity, 0)):
+        key = (found.rule, found.severity)
+        num_of_rule[key] = num_of_rule.get(key, 0) + 1
+        if num_of_rule[key] <= MAX_LISTED_PER_RULE:
+            kept.append(found)
+    for (rule, severity), num in num_of_rule.items():
+        if num > MAX_LISTED_PER_RULE:
+            kept.append(
+                Problem(
+                    rule=rule,
+                    where=f"{num - MAX_LISTED_PER_RULE} more",
+                    what=f"{num} problems of this kind in all; the first {MAX_LISTED_PER_RULE} are listed",
+                    fix="See those that are listed.",
+                    severity=severity,
+                )
+            )
+    return tuple(kept)
+
+
+def read_bytes(path: str) -> bytes:
+    """Return the content of the file at ``path`` (plain os calls: a third of the cost of ``open``).
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    fd = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+    try:
+        data = os.read(fd, 1 << 16)
+        if len(data) < 1 << 16:
+            return data
+        chunks = [data]
+        while chunks[-1]:
+            if sum(map(len, chunks)) > MAX_FILE_BYTES:
+                raise OSError(f"larger than {MAX_FILE_BYTES} bytes")
+            chunks.append(os.read(fd, 1 << 24))
+        return b"".join(chunks)
+    finally:
+        os.close(fd)

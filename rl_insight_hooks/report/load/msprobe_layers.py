@@ -1,0 +1,406 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Give the grouped-matmul calls of a dump to phases, layer passes and layers. Pure.
+
+A *pass* is one run of one phase through one MoE layer: 2 or 3 calls (gate, up, down) that share one group_list.
+What separates two passes is never the equality of their counts alone, so that two neighbouring layers with equal
+counts stay two. Shape letters: c calls, p passes, e experts, L layers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from rl_insight_hooks.report.load.msprobe_calls import Calls, IntArray
+from rl_insight_hooks.report.table import UNKNOWN_LAYER
+from rl_insight_hooks.schema import PHASE_DW, PHASE_DX, PHASE_FORWARD, PHASE_RECOMPUTE
+
+_BACKWARD = (PHASE_DX, PHASE_DW)
+# Calls of one layer pass that occur in practice, the commonest first.
+_USUAL_GMM_PER_LAYER = (3, 2, 1)
+
+
+@dataclass(slots=True)
+class Passes:
+    """Passes of one dump in the order of their first call."""
+
+    phase_p: list[str]
+    counts_pe: IntArray
+    first_call_p: IntArray
+    forward_runs: list[int] = field(
+        default_factory=list
+    )  # forward passes between two backward parts
+    has_backward: bool = False
+    gmm_per_layer: int = 0  # calls of one forward pass; 0: they differ
+    assumptions: list[str] = field(default_factory=list)
+    odd_passes: int = 0  # passes whose calls do not share one group_list, or have too few calls
+
+    @property
+    def num_forward(self) -> int:
+        """Number of forward passes."""
+        return self.phase_p.count(PHASE_FORWARD)
+
+
+def passes_of(calls: Calls, gmm_per_layer: int | None) -> Passes:
+    """Return the passes of ``calls``.
+
+    Phases come from the stacks where they are known, else from ``group_type`` and the order of calls, else from
+    the runs of equal lists alone. ``gmm_per_layer`` overrides how many calls make a forward pass.
+    """
+    if calls.has_stack and all(phase is not None for phase in calls.phase_c):
+        assumptions: list[str] = []
+        starts, phases = _split_known(
+            calls, [phase or PHASE_FORWARD for phase in calls.phase_c], gmm_per_layer
+        )
+    elif calls.has_dump:
+        assumptions = [
+            "msprobe dump without stack.json: forward, recompute and backward told apart by group_type and order"
+        ]
+        starts, phases = _split_by_order(calls, gmm_per_layer)
+    else:
+        return _passes_of_runs(calls, gmm_per_layer)
+    return _collect(calls, starts, phases, assumptions)
+
+
+def _collect(
+    calls: Calls, members: list[list[int]], phases: list[str], assumptions: list[str]
+) -> Passes:
+    order = sorted(range(len(members)), key=lambda number: members[number][0])
+    members = [members[number] for number in order]
+    phases = [phases[number] for number in order]
+    first = np.array([group[0] for group in members], dtype=np.int64)
+    sizes = Counter(
+        len(group) for group, phase in zip(members, phases, strict=True) if phase == PHASE_FORWARD
+    )
+    usual = sizes.most_common(1)[0][0] if sizes else 0
+    odd = 0
+    for group in members:
+        if (calls.counts_ce[group] != calls.counts_ce[group[0]]).any():
+            odd += 1
+    odd += sum(num for size, num in sizes.items() if size != usual)
+    return Passes(
+        phase_p=phases,
+        counts_pe=calls.counts_ce[first],
+        first_call_p=first,
+        forward_runs=_forward_runs(phases),
+        has_backward=any(phase in _BACKWARD for phase in phases),
+        gmm_per_layer=usual,
+        assumptions=assumptions,
+        odd_passes=odd,
+    )
+
+
+def _forward_runs(phases: list[str]) -> list[int]:
+    """Return lengths of the runs of forward passes that a backward part separates."""
+    runs: list[int] = []
+    length = 0
+    for phase in phases:
+        if phase == PHASE_FORWARD:
+            length += 1
+        elif length:
+            runs.append(length)
+            length = 0
+    if length:
+        runs.append(length)
+    return runs
+
+
+# --- phases known: split each phase into passes ----------------------------------------------------
+
+
+def _split_known(
+    calls: Calls, phases: list[str], gmm_per_layer: int | None
+) -> tuple[list[list[int]], list[str]]:
+    members: list[list[int]] = []
+    names: list[str] = []
+    numbers_of = {
+        phase: [n for n, name in enumerate(phases) if name == phase] for phase in set(phases)
+    }
+    forward = split_forward(calls, numbers_of.get(PHASE_FORWARD, []), gmm_per_layer)
+    sizes = Counter(map(len, forward))
+    usual = sizes.most_common(1)[0][0] if sizes else gmm_per_layer or 0
+    for phase, numbers in numbers_of.items():
+        if phase == PHASE_FORWARD:
+            groups = forward
+        elif phase == PHASE_RECOMPUTE:
+            groups = split_forward(calls, numbers, gmm_per_layer)
+        else:
+            groups = _split_equal_runs(calls.counts_ce, numbers, usual or 1)
+        members.extend(groups)
+        names.extend([phase] * len(groups))
+    return members, names
+
+
+def split_forward(calls: Calls, numbers: list[int], gmm_per_layer: int | None) -> list[list[int]]:
+    """Split forward (or recompute) calls, given in order, into layer passes.
+
+    In this order: ``gmm_per_layer`` where given; a call from the same place as an earlier one of the pass begins
+    a new pass; a pass that came back to the width it began with is over; a change of the list begins a new pass.
+    """
+    counts = calls.counts_ce
+    groups: list[list[int]] = []
+    stacks: set[int] = set()
+    closed = True
+    for number in numbers:
+        stack = int(calls.stack_c[number])
+        if not groups:
+            begins = True
+        elif (counts[number] != counts[groups[-1][0]]).any():
+            begins = True
+        elif gmm_per_layer is not None:
+            begins = len(groups[-1]) >= gmm_per_layer
+        elif stack >= 0:
+            begins = stack in stacks
+        else:
+            begins = closed
+        if begins:
+            groups.append([])
+            stacks = set()
+        groups[-1].append(number)
+        stacks.add(stack)
+        width = int(calls.in_width_c[groups[-1][0]])
+        closed = width >= 0 and len(groups[-1]) > 1 and int(calls.out_width_c[number]) == width
+    return groups
+
+
+def _split_equal_runs(counts_ce: IntArray, numbers: list[int], size: int) -> list[list[int]]:
+    """Split calls into runs of equal lists, and each run into groups of at most ``size``."""
+    groups: list[list[int]] = []
+    for number in numbers:
+        same = bool(groups) and not (counts_ce[number] != counts_ce[groups[-1][0]]).any()
+        if same and len(groups[-1]) < size:
+            groups[-1].append(number)
+        else:
+            groups.append([number])
+    return groups
+
+
+# --- dump.json without stack.json ------------------------------------------------------------------
+
+
+def _split_by_order(calls: Calls, gmm_per_layer: int | None) -> tuple[list[list[int]], list[str]]:
+    num = calls.num_calls
+    phases = [PHASE_FORWARD] * num
+    for number in np.flatnonzero(calls.is_dw_c).tolist():
+        phases[number] = PHASE_DW
+    for number in np.flatnonzero(calls.is_dw_c).tolist():
+        partner = _dx_beside(calls, phases, number)
+        if partner is not None:
+            phases[partner] = PHASE_DX
+    forward = [number for number in range(num) if phases[number] == PHASE_FORWARD]
+    groups = split_forward(calls, forward, gmm_per_layer)
+    sizes = Counter(map(len, groups))
+    usual = sizes.most_common(1)[0][0] if sizes else 1
+    names = _tell_recompute(calls, groups, phases, usual)
+    members = list(groups)
+    for phase in _BACKWARD:
+        numbers = [number for number in range(num) if phases[number] == phase]
+        split = _split_equal_runs(calls.counts_ce, numbers, usual)
+        members.extend(split)
+        names.extend([phase] * len(split))
+    return members, names
+
+
+def _dx_beside(calls: Calls, phases: list[str], dw: int) -> int | None:
+    """Return the dX call of the same matmul as ``dw``: its neighbour that takes the same gradient."""
+    for number in (dw - 1, dw + 1):
+        if not 0 <= number < calls.num_calls or phases[number] != PHASE_FORWARD:
+            continue
+        gradient, taken = calls.weight_shape_c[dw], calls.x_shape_c[number]
+        if gradient is None or taken is None or gradient == taken:
+            return number
+    return None
+
+
+def _tell_recompute(
+    calls: Calls, groups: list[list[int]], phases: list[str], gmm_per_layer: int
+) -> list[str]:
+    """Return forward or recompute for each forward-like pass.
+
+    The passes right before a backward part are recomputed if they repeat, with equal counts, earlier passes that
+    have had no backward yet, in the order in which the backward part undoes them.
+    """
+    names = [PHASE_FORWARD] * len(groups)
+    counts = calls.counts_ce
+    backward = _split_equal_runs(
+        counts, [n for n in range(calls.num_calls) if phases[n] == PHASE_DX], gmm_per_layer
+    )
+    if not backward:
+        return names
+    waiting: list[int] = []  # passes without a backward yet
+    at = 0
+    run: list[int] = []
+    for number, group in enumerate(groups):
+        run.append(number)
+        next_start = groups[number + 1][0] if number + 1 < len(groups) else calls.num_calls
+        undone = []
+        while at < len(backward) and backward[at][0] < next_start:
+            if backward[at][0] > group[0]:
+                undone.append(backward[at][0])
+            at += 1
+        if not undone:
+            continue
+        again = run[-len(undone) :]
+        earlier = waiting + run[: -len(undone)]
+        repeats = len(again) == len(undone) and all(
+            _same(counts, groups[p][0], b) for p, b in zip(again, reversed(undone), strict=True)
+        )
+        open_counts = Counter(counts[groups[p][0]].tobytes() for p in earlier)
+        wanted = Counter(counts[groups[p][0]].tobytes() for p in again)
+        if repeats and not wanted - open_counts:
+            for p in again:
+                names[p] = PHASE_RECOMPUTE
+            run = run[: -len(undone)]
+        waiting += run
+        run = []
+        for b in undone:
+            for p in reversed(waiting):
+                if _same(counts, groups[p][0], b):
+                    waiting.remove(p)
+                    break
+    return names
+
+
+def _same(counts: IntArray, first: int, second: int) -> bool:
+    return not (counts[first] != counts[second]).any()
+
+
+# --- tensors alone ---------------------------------------------------------------------------------
+
+
+def _passes_of_runs(calls: Calls, gmm_per_layer: int | None) -> Passes:
+    """Runs of equal lists are all there is: a forward pass is g calls, its backward 2g, with recompute 3g."""
+    counts = calls.counts_ce
+    changes = np.flatnonzero((counts[1:] != counts[:-1]).any(axis=1)) + 1
+    starts = np.concatenate([np.zeros(1, dtype=np.int64), changes])
+    lengths = np.diff(np.append(starts, calls.num_calls))
+    size, how = _calls_per_pass(lengths, gmm_per_layer)
+    units = -(-lengths // size)
+    odd = int((lengths % size != 0).sum())
+    plan = _plan_of_runs(units)
+    phase_p: list[str] = []
+    first_p: list[int] = []
+    for start, unit, names in zip(starts.tolist(), units.tolist(), plan, strict=True):
+        for at, name in enumerate(names[:unit]):
+            phase_p.append(name)
+            first_p.append(start + at * size)
+    backward = any(name in _BACKWARD for name in phase_p)
+    first = np.array(first_p, dtype=np.int64)
+    return Passes(
+        phase_p=phase_p,
+        counts_pe=counts[first],
+        first_call_p=first,
+        forward_runs=_forward_runs(phase_p),
+        has_backward=backward,
+        gmm_per_layer=size,
+        assumptions=[
+            f"msprobe dump without dump.json and stack.json: {size} calls taken as one layer pass ({how})",
+            *(
+                [
+                    "msprobe dump without dump.json and stack.json: backward calls told from forward by run length"
+                ]
+                if backward
+                else []
+            ),
+        ],
+        odd_passes=odd,
+    )
+
+
+def _calls_per_pass(lengths: npt.NDArray[np.int64], given: int | None) -> tuple[int, str]:
+    if given is not None:
+        return given, "gmm_per_layer"
+    divisor = math.gcd(*lengths.tolist())
+    for size in _USUAL_GMM_PER_LAYER:
+        if divisor % size == 0:
+            return size, "it divides every run of equal lists"
+    return 1, "no other number divides every run of equal lists"
+
+
+def _plan_of_runs(units: npt.NDArray[np.int64]) -> list[list[str]]:
+    """Return the phases of each run, given its length in passes (dX and dW calls are a pass each).
+
+    With backward there are as many backward runs as forward passes; if the lengths cannot be read so, every run
+    is forward (equal neighbouring layers).
+    """
+    found = set(units.tolist())
+    recompute = [PHASE_RECOMPUTE, PHASE_DX, PHASE_DW]
+    plain = [PHASE_DX, PHASE_DW]
+    for tail in (recompute, plain):
+        long, joined = len(tail), len(tail) + 1
+        if not found <= {1, long, joined} or not found & {long, joined}:
+            continue
+        num = Counter(units.tolist())
+        if num[1] + num[joined] == num[long] + num[joined]:
+            plan = {1: [PHASE_FORWARD], long: tail, joined: [PHASE_FORWARD, *tail]}
+            return [plan[unit] for unit in units.tolist()]
+    return [[PHASE_FORWARD] * unit for unit in units.tolist()]
+
+
+# --- layers ----------------------------------------------------------------------------------------
+
+
+def number_of_layers(dumps: list[Passes], given: int | None) -> tuple[int, str | None]:
+    """Return (L, assumption or None): MoE layers of one rank, from all dumps of that rank.
+
+    A forward run that a backward part ends is one micro-batch: its length is L. Without any backward, L is the
+    largest number that divides the passes of every dump and every stretch of passes with one token total.
+    """
+    if given is not None:
+        return given, None
+    ended = Counter(run for dump in dumps if dump.has_backward for run in dump.forward_runs)
+    if ended:
+        most = max(ended.values())
+        return max(run for run, num in ended.items() if num == most), None
+    totals = [dump.num_forward for dump in dumps if dump.num_forward]
+    if not totals:
+        return 0, None
+    number = math.gcd(*totals)
+    stretches = [length for dump in dumps for length in _token_stretches(dump)]
+    if stretches and min(stretches) > 1:
+        number = math.gcd(number, *stretches)
+    if number < 1:
+        number = totals[0]
+    return number, (
+        f"msprobe dump without a backward pass: {number} MoE layers assumed (the largest number that divides the "
+        "forward passes of every dump); give num_moe_layers if that is wrong"
+    )
+
+
+def _token_stretches(dump: Passes) -> list[int]:
+    """Return lengths of stretches of forward passes with one token total, if the totals tell micro-batches apart.
+
+    Where a rank holds all experts, every layer of a micro-batch routes the same number of tokens.
+    """
+    forward = [number for number, phase in enumerate(dump.phase_p) if phase == PHASE_FORWARD]
+    sums = dump.counts_pe[forward].sum(axis=1)
+    changes = np.flatnonzero(sums[1:] != sums[:-1]) + 1
+    lengths: list[int] = np.diff(np.concatenate([[0], changes, [sums.size]])).tolist()
+    return lengths
+
+
+def layers_of(passes: Passes, num_layers: int) -> IntArray:
+    """Return the layer [p] of each pass: forward passes in turn, the others by the forward pass they repeat.
+
+    A pass of another phase goes to the latest forward pass with equal counts that has none of that phase yet;
+    UNKNOWN_LAYER where there is none (msprobe lost it).
+    """
+    layer_p = np.full(len(passes.phase_p), UNKNOWN_LAYER, dtype=np.int64)
+    waiting: dict[str, dict[bytes, list[int]]] = {}
+    turn = 0
+    for number, phase in enumerate(passes.phase_p):
+        key = passes.counts_pe[number].tobytes()
+        if phase == PHASE_FORWARD:
+            layer_p[number] = turn % num_layers if num_layers else turn
+            turn += 1
+            for other in (PHASE_RECOMPUTE, *_BACKWARD):
+                waiting.setdefault(other, {}).setdefault(key, []).append(int(layer_p[number]))
+            continue
+        candidates = waiting.get(phase, {}).get(key)
+        if candidates:
+            layer_p[number] = candidates.pop()
+    return layer_p

@@ -1,0 +1,275 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reader of our own ``group_list.json``, every schema version, fast.
+
+The structs are those of :mod:`rl_insight_hooks.schema`, with one change: ``counts`` stays raw bytes and is turned
+into an array without making a Python object per number. What the fast way does not take for plain digits goes
+through the schema's own decoder, which names what is wrong.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from rl_insight_hooks import schema
+from rl_insight_hooks.report.load.context import ReadContext, read_bytes
+from rl_insight_hooks.report.load.sink import Block, Sink
+from rl_insight_hooks.report.table import NO_STEP
+
+FORMAT = "rl-insight-hooks"
+
+_DIGIT_0 = ord("0")
+_COMMA = ord(",")
+_MAX_DIGITS = 18  # of an int64
+
+
+def _fields_of(struct: type[msgspec.Struct], **replaced: Any) -> list[Any]:
+    """Return ``defstruct`` fields of ``struct`` with some types replaced, so that the lean twin cannot drift."""
+    out: list[Any] = []
+    for info in msgspec.structs.fields(struct):
+        kind = replaced.get(info.name, info.type)
+        if info.default is not msgspec.NODEFAULT:
+            out.append((info.name, kind, info.default))
+        elif info.default_factory is not msgspec.NODEFAULT:
+            out.append((info.name, kind, msgspec.field(default_factory=info.default_factory)))
+        else:
+            out.append((info.name, kind))
+    return out
+
+
+_LeanRecord: Any = msgspec.defstruct(
+    "Record",
+    _fields_of(schema.Record, counts=msgspec.Raw),
+    forbid_unknown_fields=True,
+    kw_only=True,
+    gc=False,
+)
+_LeanFile: Any = msgspec.defstruct(
+    "LoadFile",
+    _fields_of(schema.LoadFile, records=list[_LeanRecord], calls=msgspec.Raw | None),
+    forbid_unknown_fields=True,
+    kw_only=True,
+    gc=False,
+)
+_lean_decoder = msgspec.json.Decoder(_LeanFile)
+
+
+class _Version(msgspec.Struct):
+    schema_version: int | None = None
+
+
+def read_native(paths: list[str], sink: Sink, context: ReadContext) -> None:
+    """Put every file of ``paths`` into ``sink``; what cannot be read is a problem of ``context``."""
+    for path in paths:
+        try:
+            block = read_block(read_bytes(path), path, context)
+        except OSError as error:
+            context.problem(
+                "unreadable-file", path, str(error), "Give read permission, or copy it again."
+            )
+        except (msgspec.MsgspecError, ValueError) as error:
+            _name_problem(path, error, context)
+        else:
+            if block is not None:
+                sink.add(block)
+        context.done()
+
+
+def read_block(data: bytes, path: str, context: ReadContext) -> Block | None:
+    """Return the block of one ``group_list.json``, or None if the selection leaves it out.
+
+    Raises:
+        msgspec.MsgspecError: not JSON, cut off, or not the schema.
+        ValueError: right by the schema, but wrong in itself; the message says what.
+    """
+    load_file = _lean_decoder.decode(data)
+    if not 1 <= load_file.schema_version <= schema.SCHEMA_VERSION:
+        raise ValueError(_version_text(load_file.schema_version))
+    context.roles_seen.add(load_file.role)
+    if not context.selection.wants(load_file.step, load_file.role, load_file.rank):
+        return None
+    return block_of(load_file, path)
+
+
+def block_of(load_file: Any, path: str) -> Block:
+    """Return the block of a decoded file (a :class:`schema.LoadFile` or its lean twin).
+
+    Raises:
+        ValueError: the records contradict each other; the message says how.
+    """
+    records = load_file.records
+    counts_ne = _counts(records)
+    layer_n = np.array([record.layer for record in records], dtype=np.int64)
+    phases = tuple([record.phase for record in records])
+    passes_n = np.array([record.num_passes for record in records], dtype=np.int64)
+    tokens_n = np.array(
+        [-1 if record.num_tokens is None else record.num_tokens for record in records],
+        dtype=np.int64,
+    )
+    sums = counts_ne.sum(axis=1)
+    claimed = np.array([record.num_assignments for record in records], dtype=np.int64)
+    if (sums != claimed).any():
+        at = int((sums != claimed).argmax())
+        raise ValueError(
+            f"layer {records[at].layer}, {phases[at]}: the counts add up to {int(sums[at])}, "
+            f"not to num_assignments {int(claimed[at])}"
+        )
+    names = {record.layer: record.layer_name for record in records if record.layer_name is not None}
+    id_spaces = {record.id_space or load_file.id_space for record in records}
+    role = load_file.role
+    if len(set(zip(layer_n.tolist(), phases, strict=True))) < len(records):
+        layer_n, phases, counts_ne, passes_n, tokens_n = _join_seams(
+            layer_n, phases, counts_ne, passes_n, tokens_n
+        )
+    replicated = load_file.tokens_layout == schema.TOKENS_REPLICATED
+    replica = load_file.parallel.replica_group if replicated else None
+    return Block(
+        source=path,
+        format=FORMAT,
+        step=NO_STEP if load_file.step is None else load_file.step,
+        role=role,
+        rank=load_file.rank,
+        layer_n=layer_n,
+        phases=phases,
+        counts_ne=counts_ne,
+        first=load_file.first_expert,
+        num_passes_n=passes_n,
+        num_tokens_n=tokens_n,
+        num_experts=load_file.num_experts,
+        replica=f"{replica}/{load_file.first_expert}" if replica is not None else None,
+        id_space=id_spaces.pop() if len(id_spaces) == 1 else load_file.id_space,
+        top_k=load_file.top_k,
+        world_size=load_file.world_size,
+        layer_names=names,
+        layer_sources=frozenset(record.layer_source for record in records),
+    )
+
+
+def _counts(records: list[Any]) -> npt.NDArray[np.int64]:
+    """Return counts [n, e] of the records, zero-padded on the right where one is shorter."""
+    if not records:
+        return np.zeros((0, 0), dtype=np.int64)
+    if isinstance(records[0].counts, list):
+        rows = [np.array(record.counts, dtype=np.int64) for record in records]
+    else:
+        raws = [bytes(record.counts) for record in records]
+        flat = _parse_digits(raws)
+        if flat is not None and flat.size % len(raws) == 0 and _equal_commas(raws):
+            return flat.reshape(len(raws), -1)
+        rows = [np.array(_slow_counts(raw), dtype=np.int64) for raw in raws]
+    width = max(row.size for row in rows)
+    out = np.zeros((len(rows), width), dtype=np.int64)
+    for number, row in enumerate(rows):
+        if row.size and row.min() < 0:
+            raise ValueError(
+                f"layer {records[number].layer}, {records[number].phase}: negative count {int(row.min())}"
+            )
+        out[number, : row.size] = row
+    return out
+
+
+_counts_decoder = msgspec.json.Decoder(list[int])
+
+
+def _slow_counts(raw: bytes) -> list[int]:
+    return _counts_decoder.decode(raw)
+
+
+def _equal_commas(raws: list[bytes]) -> bool:
+    num = raws[0].count(b",")
+    return all(raw.count(b",") == num for raw in raws)
+
+
+def _parse_digits(raws: list[bytes]) -> npt.NDArray[np.int64] | None:
+    """Return the numbers in ``[1,2,3]`` texts, one after the other; None if something is no plain digit.
+
+    A vectorised decimal parser: one pass per digit position instead of one object per number.
+    """
+    text = b",".join([raw[1:-1] for raw in raws])
+    chars = np.frombuffer(text, dtype=np.uint8)
+    digits = chars - np.uint8(_DIGIT_0)  # wraps: everything below "0" becomes large
+    commas = np.flatnonzero(digits > 9)
+    if not (chars[commas] == _COMMA).all():
+        return None
+    ends = np.append(commas, chars.size)
+    starts = np.empty_like(ends)
+    starts[0] = 0
+    starts[1:] = commas + 1
+    lengths = ends - starts
+    longest = int(lengths.max())
+    if int(lengths.min()) < 1 or longest > _MAX_DIGITS:
+        return None
+    values = digits[ends - 1].astype(np.int64)
+    scale = 1
+    for place in range(1, longest):
+        scale *= 10
+        at = ends - 1 - place
+        has = lengths > place
+        values += np.where(has, digits[np.maximum(at, 0)], 0).astype(np.int64) * scale
+    return values
+
+
+def _join_seams(
+    layer_n: npt.NDArray[np.int64],
+    phases: tuple[str, ...],
+    counts_ne: npt.NDArray[np.int64],
+    passes_n: npt.NDArray[np.int64],
+    tokens_n: npt.NDArray[np.int64],
+) -> tuple[
+    npt.NDArray[np.int64],
+    tuple[str, ...],
+    npt.NDArray[np.int64],
+    npt.NDArray[np.int64],
+    npt.NDArray[np.int64],
+]:
+    """Add up records of one (layer, phase): two seams saw different calls of it."""
+    row_of: dict[tuple[int, str], int] = {}
+    target_n = np.array(
+        [row_of.setdefault(key, len(row_of)) for key in zip(layer_n.tolist(), phases, strict=True)]
+    )
+    counts = np.zeros((len(row_of), counts_ne.shape[1]), dtype=np.int64)
+    np.add.at(counts, target_n, counts_ne)
+    passes = np.zeros(len(row_of), dtype=np.int64)
+    np.add.at(passes, target_n, passes_n)
+    tokens = np.zeros(len(row_of), dtype=np.int64)
+    np.add.at(tokens, target_n, np.maximum(tokens_n, 0))
+    tokens[np.unique(target_n[tokens_n < 0])] = -1
+    layers = np.array([layer for layer, _ in row_of], dtype=np.int64)
+    return layers, tuple(phase for _, phase in row_of), counts, passes, tokens
+
+
+def _name_problem(path: str, error: Exception, context: ReadContext) -> None:
+    """Say what is wrong with a file that could not be decoded, and how to mend it."""
+    try:
+        data = read_bytes(path)
+        version = msgspec.json.decode(data, type=_Version).schema_version
+    except (OSError, msgspec.MsgspecError, ValueError):
+        data, version = b"?", None
+    if not data:
+        context.problem(
+            "empty-file", path, "0 bytes", "The writer was cut off; record the step again."
+        )
+    elif version is not None and not 1 <= version <= schema.SCHEMA_VERSION:
+        context.problem(
+            "newer-schema",
+            path,
+            _version_text(version),
+            "Upgrade: pip install -U rl-insight-hooks.",
+        )
+    elif isinstance(error, msgspec.ValidationError):
+        context.problem("bad-schema", path, str(error), "Was it edited by hand? See docs/files.md.")
+    elif isinstance(error, msgspec.DecodeError):
+        context.problem(
+            "torn-file", path, str(error), "The file is cut off or is no JSON; copy it again."
+        )
+    else:
+        context.problem(
+            "bad-counts", path, str(error), "The file contradicts itself; record the step again."
+        )
+
+
+def _version_text(version: int) -> str:
+    return f"schema_version {version}; this version reads 1 to {schema.SCHEMA_VERSION}"
