@@ -285,7 +285,7 @@ def enable(cfg: Any = None) -> bool:
 
     Args:
         cfg: path of a YAML, a mapping or a DictConfig with our block ``rl_insight_hooks`` or MindSpeed-RL's
-            keys under ``generate`` / ``generate_config``; None: the YAML that ``RL_INSIGHT_HOOKS_CONFIG`` names.
+            keys under ``generate`` or ``generate_config``; None: what ``RL_INSIGHT_HOOKS_CONFIG`` names.
 
     Raises:
         ConfigError: an unknown key in our block, or a bad value.

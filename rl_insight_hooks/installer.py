@@ -164,7 +164,6 @@ class Installer:
         """Places that are hooked now."""
         return [patch.where for patch in self.patcher.patches]
 
-    def refresh(ctx: Context) -> None   # optional; at region entry: hook what has come since
     def uncovered(self) -> list[str]:
         """Known paths in use here that no hook can see."""
         found: list[str] = []
