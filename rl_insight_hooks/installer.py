@@ -110,6 +110,7 @@ class Installer:
                 module = importlib.import_module(INTEGRATIONS[name])
                 self._modules[name] = module
             module.install(self.context)
+            self.patcher.rebind()
         except Exception as error:
             self.reasons[name] = f"{type(error).__name__}: {error}"
             if isinstance(error, DidNotInstall):

@@ -58,6 +58,7 @@ class Patcher:
 
     def __init__(self) -> None:
         self._patches: list[Patch] = []
+        self._scanned: set[str] = set()
 
     @property
     def patches(self) -> tuple[Patch, ...]:
@@ -78,8 +79,8 @@ class Patcher:
             owner: module or class.
             name: attribute; a class attribute that is inherited is set on ``owner`` and later removed.
             factory: makes the replacement; it must call the original exactly once.
-            rebind: replace the same object too where loaded modules bound it under any name; only modules
-                whose name starts with one of these prefixes, ("",) for all.
+            rebind: :meth:`rebind` replaces the same object too where loaded modules bound it under any
+                name; only modules whose name starts with one of these prefixes, ("",) for all.
 
         Returns:
             The patch; the one already there if the attribute is ours; None if there is no such attribute.
@@ -98,7 +99,7 @@ class Patcher:
         patch.rebind_prefixes = tuple(rebind) if rebind is not None else None
         setattr(owner, name, replacement)
         self._patches.append(patch)
-        self._rebind(patch, current)
+        self._scanned.clear()
         return patch
 
     def reassert(self) -> list[str]:
@@ -107,15 +108,13 @@ class Patcher:
         Where another tool stands on the attribute now, we wrap it anew and shut our older replacement, which
         that tool may still call: a call counts once.
         """
-        return [patch.where for patch in self._patches if self._reassert(patch)]
+        overwritten = [patch.where for patch in self._patches if self._reassert(patch)]
+        self.rebind()
+        return overwritten
 
     def _reassert(self, patch: Patch) -> bool:
         current = vars(patch.owner).get(patch.name, _ABSENT)
-        if current is patch.replacement:
-            if patch.rebind_prefixes is not None:
-                self._rebind(patch, original_of(patch.replacement))
-            return False
-        if current is _ABSENT:
+        if current is patch.replacement or current is _ABSENT:
             return False
         patch.gate.live = False
         patch.gate = Gate()
@@ -151,34 +150,37 @@ class Patcher:
                     namespace[name] = original
         return buried
 
-    @staticmethod
-    def _rebind(patch: Patch, original: Any) -> None:
-        if patch.rebind_prefixes is None:
+    def rebind(self) -> None:
+        """Rebind names that modules bound before us; looks only at modules that came since the last time.
+
+        Reads module ``__dict__``s only, so that no lazy ``__getattr__`` fires.
+        """
+        names = set(sys.modules) - self._scanned
+        if not names:
             return
-        for namespace, name in find_bindings(original, patch.rebind_prefixes):
-            if namespace is vars(patch.owner):
+        self._scanned |= names
+        by_id = {
+            id(original_of(p.replacement)): p
+            for p in self._patches
+            if p.rebind_prefixes is not None
+        }
+        if not by_id:
+            return
+        for module_name in names:
+            module = sys.modules.get(module_name)
+            if (
+                not isinstance(module, ModuleType)
+                or module_name.partition(".")[0] == "rl_insight_hooks"
+            ):
                 continue
-            namespace[name] = patch.replacement
-            patch.rebound.append((namespace, name))
-
-
-def find_bindings(target: Any, prefixes: Sequence[str]) -> list[tuple[dict[str, Any], str]]:
-    """Return (module namespace, name) of every global that IS ``target``.
-
-    Reads module ``__dict__``s only, so that no lazy ``__getattr__`` fires.
-    """
-    found = []
-    prefix_tuple = tuple(prefixes)
-    for module_name, module in list(sys.modules.items()):
-        if not isinstance(module, ModuleType) or not module_name.startswith(prefix_tuple):
-            continue
-        if module_name.partition(".")[0] == "rl_insight_hooks":
-            continue
-        namespace = vars(module)
-        for name, value in list(namespace.items()):
-            if value is target:
-                found.append((namespace, name))
-    return found
+            namespace = vars(module)
+            for name, value in list(namespace.items()):
+                patch = by_id.get(id(value))
+                if patch is None or namespace is vars(patch.owner):
+                    continue
+                if module_name.startswith(patch.rebind_prefixes or ()):
+                    namespace[name] = patch.replacement
+                    patch.rebound.append((namespace, name))
 
 
 def original_of(replacement: Any) -> Any:

@@ -322,7 +322,6 @@ class Session:
         self.stack = []
         self.writer = Writer()
         self.recorder.call_log = []
-        self.recorder.drain()
         self._timer = None
 
 
