@@ -95,7 +95,7 @@ class Patcher:
             return None
         gate = Gate()
         replacement = _make(factory, current, gate)
-        patch = Patch(owner, name, factory, raw, replacement, gate)
+        patch = Patch(owner, name, factory, raw, current, replacement, gate)
         patch.rebind_prefixes = tuple(rebind) if rebind is not None else None
         setattr(owner, name, replacement)
         self._patches.append(patch)
@@ -118,9 +118,12 @@ class Patcher:
             return False
         patch.gate.live = False
         patch.gate = Gate()
-        patch.original = current
+        old, patch.original = patch.replacement, current
         patch.replacement = _make(patch.factory, current, patch.gate)
         setattr(patch.owner, patch.name, patch.replacement)
+        for namespace, name in patch.rebound:
+            if namespace.get(name) is old:
+                namespace[name] = patch.replacement
         _log.info("%s was replaced by somebody else; hooked again on top of it", patch.where)
         return True
 
@@ -144,10 +147,9 @@ class Patcher:
                     "%s was patched on top of rl_insight_hooks: left in place, it only passes calls on",
                     patch.where,
                 )
-            original = original_of(patch.replacement)
             for namespace, name in patch.rebound:
                 if namespace.get(name) is patch.replacement:
-                    namespace[name] = original
+                    namespace[name] = patch.first
         return buried
 
     def rebind(self) -> None:
