@@ -38,9 +38,8 @@ class Patch:
     owner: Any
     name: str
     factory: Factory
-    original: (
-        Any  # what the attribute was, raw (staticmethod and the like kept), or _ABSENT if inherited
-    )
+    original: Any  # what the attribute was, or _ABSENT if inherited
+    first: Any  # the object that early-bound names held
     replacement: Any
     gate: Gate
     rebound: list[tuple[dict[str, Any], str]] = field(default_factory=list)
