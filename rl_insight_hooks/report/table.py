@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -81,11 +82,11 @@ class LoadTable:
 
     def take(self, rows: npt.NDArray[np.bool_] | IntArray) -> LoadTable:
         """Return the table of the given rows (bool mask [N], or row numbers)."""
-        columns = {name: getattr(self, name) for name in _ROW_FIELDS}
-        return dataclasses.replace(
-            self,
-            **{name: None if column is None else column[rows] for name, column in columns.items()},
-        )
+        columns: dict[str, Any] = {
+            name: None if column is None else column[rows]
+            for name, column in ((name, getattr(self, name)) for name in _ROW_FIELDS)
+        }
+        return dataclasses.replace(self, **columns)
 
     @property
     def is_incomplete(self) -> bool:

@@ -13,6 +13,7 @@ from rl_insight_hooks.report.load.collects import read_collects
 from rl_insight_hooks.report.load.context import Progress, ReadContext
 from rl_insight_hooks.report.load.msprobe import read_msprobe
 from rl_insight_hooks.report.load.native import read_native
+from rl_insight_hooks.report.load.packed import read_packed
 from rl_insight_hooks.report.load.sink import AGGREGATES, FoldSink, RowSink, Sink
 from rl_insight_hooks.report.table import LoadTable
 
@@ -107,5 +108,6 @@ def _as_list(paths: PathLike | Iterable[PathLike]) -> list[str]:
 
 def _read_all(found: sniff.Found, sink: Sink, context: ReadContext) -> None:
     read_native(found.native, sink, context)
+    read_packed(found.packs, sink, context)
     read_collects(found.collects, sink, context)
     read_msprobe(found.dumps, found.roots, sink, context)

@@ -87,21 +87,20 @@ def read_block(data: bytes, path: str, context: ReadContext) -> Block | None:
     """
     load_file = _lean_decoder.decode(data)
     if not 1 <= load_file.schema_version <= schema.SCHEMA_VERSION:
-        raise ValueError(_version_text(load_file.schema_version))
+        raise ValueError(version_text(load_file.schema_version))
     context.roles_seen.add(load_file.role)
     if not context.selection.wants(load_file.step, load_file.role, load_file.rank):
         return None
-    return block_of(load_file, path)
+    return block_of(load_file, path, _counts(load_file.records))
 
 
-def block_of(load_file: Any, path: str) -> Block:
-    """Return the block of a decoded file (a :class:`schema.LoadFile` or its lean twin).
+def block_of(load_file: Any, path: str, counts_ne: npt.NDArray[np.int64]) -> Block:
+    """Return the block of a decoded file (a :class:`schema.LoadFile` or its lean twin) and its counts [n, e].
 
     Raises:
         ValueError: the records contradict each other; the message says how.
     """
     records = load_file.records
-    counts_ne = _counts(records)
     layer_n = np.array([record.layer for record in records], dtype=np.int64)
     phases = tuple([record.phase for record in records])
     passes_n = np.array([record.num_passes for record in records], dtype=np.int64)
@@ -152,14 +151,11 @@ def _counts(records: list[Any]) -> npt.NDArray[np.int64]:
     """Return counts [n, e] of the records, zero-padded on the right where one is shorter."""
     if not records:
         return np.zeros((0, 0), dtype=np.int64)
-    if isinstance(records[0].counts, list):
-        rows = [np.array(record.counts, dtype=np.int64) for record in records]
-    else:
-        raws = [bytes(record.counts) for record in records]
-        flat = _parse_digits(raws)
-        if flat is not None and flat.size % len(raws) == 0 and _equal_commas(raws):
-            return flat.reshape(len(raws), -1)
-        rows = [np.array(_slow_counts(raw), dtype=np.int64) for raw in raws]
+    raws = [bytes(record.counts) for record in records]
+    flat = _parse_digits(raws)
+    if flat is not None and flat.size % len(raws) == 0 and _equal_commas(raws):
+        return flat.reshape(len(raws), -1)
+    rows = [np.array(_counts_decoder.decode(raw), dtype=np.int64) for raw in raws]
     width = max(row.size for row in rows)
     out = np.zeros((len(rows), width), dtype=np.int64)
     for number, row in enumerate(rows):
@@ -174,10 +170,6 @@ def _counts(records: list[Any]) -> npt.NDArray[np.int64]:
 _counts_decoder = msgspec.json.Decoder(list[int])
 
 
-def _slow_counts(raw: bytes) -> list[int]:
-    return _counts_decoder.decode(raw)
-
-
 def _equal_commas(raws: list[bytes]) -> bool:
     num = raws[0].count(b",")
     return all(raw.count(b",") == num for raw in raws)
@@ -190,7 +182,9 @@ def _parse_digits(raws: list[bytes]) -> npt.NDArray[np.int64] | None:
     """
     text = b",".join([raw[1:-1] for raw in raws])
     chars = np.frombuffer(text, dtype=np.uint8)
-    digits = chars - np.uint8(_DIGIT_0)  # wraps: everything below "0" becomes large
+    digits: npt.NDArray[np.uint8] = chars - np.uint8(
+        _DIGIT_0
+    )  # wraps: everything below "0" becomes large
     commas = np.flatnonzero(digits > 9)
     if not (chars[commas] == _COMMA).all():
         return None
@@ -202,7 +196,7 @@ def _parse_digits(raws: list[bytes]) -> npt.NDArray[np.int64] | None:
     longest = int(lengths.max())
     if int(lengths.min()) < 1 or longest > _MAX_DIGITS:
         return None
-    values = digits[ends - 1].astype(np.int64)
+    values: npt.NDArray[np.int64] = digits[ends - 1].astype(np.int64)
     scale = 1
     for place in range(1, longest):
         scale *= 10
@@ -256,7 +250,7 @@ def _name_problem(path: str, error: Exception, context: ReadContext) -> None:
         context.problem(
             "newer-schema",
             path,
-            _version_text(version),
+            version_text(version),
             "Upgrade: pip install -U rl-insight-hooks.",
         )
     elif isinstance(error, msgspec.ValidationError):
@@ -271,5 +265,6 @@ def _name_problem(path: str, error: Exception, context: ReadContext) -> None:
         )
 
 
-def _version_text(version: int) -> str:
+def version_text(version: int) -> str:
+    """Say which schema version a file has and which ones are read."""
     return f"schema_version {version}; this version reads 1 to {schema.SCHEMA_VERSION}"

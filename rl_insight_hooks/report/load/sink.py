@@ -61,6 +61,9 @@ class Sink(Protocol):
     def add(self, block: Block) -> None:
         """Take one block."""
 
+    def has(self, step: int, role: str, rank: int) -> bool:
+        """Return True if a block of this step, role and rank was taken."""
+
     def table(self) -> LoadTable:
         """Return all that was taken."""
 
@@ -115,6 +118,10 @@ class _Common:
         if block.world_size is not None:
             self.world_sizes.add(block.world_size)
         return True
+
+    def has(self, step: int, role: str, rank: int) -> bool:
+        """Return True if a block of this step, role and rank was taken."""
+        return (step, role, rank) in self.seen
 
     def role_id(self, role: str) -> int:
         return self.roles.setdefault(role, len(self.roles))

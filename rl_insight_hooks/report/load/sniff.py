@@ -10,13 +10,11 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-import msgspec
-
 from rl_insight_hooks.errors import DataError
-from rl_insight_hooks.report.load.context import SEVERITY_NOTE, SEVERITY_WARNING, ReadContext
+from rl_insight_hooks.packfile import PACK_NAME
+from rl_insight_hooks.report.load.context import SEVERITY_NOTE, ReadContext
 from rl_insight_hooks.schema import COLLECTS_PREFIX, LOAD_FILE_NAME
 
 EXPECTED = (
@@ -25,7 +23,6 @@ EXPECTED = (
     "expert_distribution_recorder_*.pt (SGLang), rank*.safetensors with meta_info.json (TensorRT-LLM)"
 )
 
-PACK_NAME = re.compile(r"pack_(\d+)-(\d+)\.npz")
 _COLLECTS_NAME = re.compile(re.escape(COLLECTS_PREFIX) + r"(\d+)\.json")
 _MEGATRON_NAME = re.compile(r"rank_?(\d+)\.jsonl")
 _SAFETENSORS_NAME = re.compile(r"rank_?(\d+)\.safetensors")

@@ -178,7 +178,9 @@ class _StorageReader:
         self._data = data
         self._entries = entries
 
-    def tensor(self, storage: Any, offset: Any, size: Any, stride: Any, dtype: Any = None) -> Any:
+    def tensor(self, arguments: tuple[Any, ...], dtype: str | None = None) -> npt.NDArray[Any]:
+        """Return the array of ``(storage, offset, size, stride)``."""
+        storage, offset, size, stride = arguments
         if not isinstance(storage, _Storage):
             raise TorchFileError("a tensor without a storage")
         kind = dtype if dtype is not None else storage.dtype
@@ -210,9 +212,9 @@ def _strided(raw: bytes, kind: str, offset: int, size: Any, stride: Any) -> npt.
         return np.zeros(size, dtype=np.float32 if kind == "bf16" else dtype)
     flat = np.frombuffer(raw, dtype=dtype, count=have)
     steps = [step * dtype.itemsize for step in stride]
-    array = np.lib.stride_tricks.as_strided(flat[offset:], size, steps).copy()
+    array: npt.NDArray[Any] = np.lib.stride_tricks.as_strided(flat[offset:], size, steps).copy()
     if kind == "bf16":
-        return (array.astype(np.uint32) << 16).view(np.float32)
+        array = (array.astype(np.uint32) << 16).view(np.float32)
     return array
 
 
@@ -251,10 +253,10 @@ def _reduce(function: Any, arguments: Any, storages: _StorageReader) -> Any:
     if function.name == "Size" and len(arguments) == 1:
         return tuple(arguments[0])
     if function.name == "_rebuild_tensor_v2" and len(arguments) >= 4:
-        return storages.tensor(*arguments[:4])
+        return storages.tensor(arguments[:4])
     if function.name == "_rebuild_tensor_v3" and len(arguments) >= 7:
         kind = arguments[6]
-        return storages.tensor(*arguments[:4], _DTYPES.get(getattr(kind, "name", "")))
+        return storages.tensor(arguments[:4], _DTYPES.get(getattr(kind, "name", "")))
     if function.name == "_rebuild_parameter" and arguments:
         return arguments[0]
     raise TorchFileError(f"{function.name} is called with {len(arguments)} arguments")
