@@ -31,6 +31,7 @@ class PassTracker:
         "_last_widths",
         "_num_calls",
         "_num_rows",
+        "_shared",
         "_x",
         "num_passes",
         "slot",
@@ -47,6 +48,7 @@ class PassTracker:
         self.slot = None
         self._last_list: Any = None
         self._num_calls = 0
+        self._shared = False
         self._closed = True
         self._first_width = -1
         self._last_widths = (-1, -1)
@@ -64,7 +66,7 @@ class PassTracker:
         """
         in_width, out_width, num_rows = x.shape[-1], weight.shape[-1], x.shape[0]
         if gmm_per_layer:
-            begins = self._num_calls >= gmm_per_layer or self.slot is None
+            begins = not 0 < self._num_calls < gmm_per_layer
         elif num_rows != self._num_rows:
             begins = True
         elif group_list is not None and group_list is self._last_list:
@@ -72,12 +74,18 @@ class PassTracker:
         elif self._closed:
             begins = not (self._backward and (in_width, out_width) == self._last_widths)
         else:
-            begins = not self._continues(x, in_width, out_width)
+            # a caller that passed one object twice in this pass makes one object a pass
+            begins = self._shared or not self._continues(x, in_width, out_width)
         if begins:
             self.num_passes += 1
             self._num_calls = 0
+            self._shared = False
             self._first_width = in_width
             self._num_rows = num_rows
+        else:
+            self._shared = self._shared or (
+                group_list is not None and group_list is self._last_list
+            )
         self._num_calls += 1
         self._last_list = group_list
         self._last_widths = (in_width, out_width)
