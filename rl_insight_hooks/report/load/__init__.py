@@ -10,11 +10,14 @@ from rl_insight_hooks.errors import DataError, UsageError
 from rl_insight_hooks.report import select
 from rl_insight_hooks.report.load import sniff
 from rl_insight_hooks.report.load.collects import read_collects
-from rl_insight_hooks.report.load.context import Progress, ReadContext
+from rl_insight_hooks.report.load.context import SEVERITY_NOTE, Progress, ReadContext
+from rl_insight_hooks.report.load.megatron import read_megatron
 from rl_insight_hooks.report.load.msprobe import read_msprobe
 from rl_insight_hooks.report.load.native import read_native
 from rl_insight_hooks.report.load.packed import read_packed
+from rl_insight_hooks.report.load.sglang import read_sglang
 from rl_insight_hooks.report.load.sink import AGGREGATES, FoldSink, RowSink, Sink
+from rl_insight_hooks.report.load.trtllm import read_trtllm
 from rl_insight_hooks.report.table import LoadTable
 
 __all__ = ["load"]
@@ -109,5 +112,30 @@ def _as_list(paths: PathLike | Iterable[PathLike]) -> list[str]:
 def _read_all(found: sniff.Found, sink: Sink, context: ReadContext) -> None:
     read_native(found.native, sink, context)
     read_packed(found.packs, sink, context)
-    read_collects(found.collects, sink, context)
+    collects = _without_own_collects(found, context)
+    read_collects(collects, sink, context)
     read_msprobe(found.dumps, found.roots, sink, context)
+    read_megatron(found.megatron, sink, context)
+    read_sglang(found.sglang, sink, context)
+    read_trtllm(found.safetensors, sink, context)
+
+
+def _without_own_collects(found: sniff.Found, context: ReadContext) -> list[str]:
+    """Leave out collects that lie beside our step files: the same counts, added up over the run."""
+    step_roots = {os.path.abspath(path).rsplit(os.sep, 4)[0] for path in found.native}
+    step_roots |= {os.path.abspath(path).rsplit(os.sep, 4)[0] for path in found.packs}
+    kept, left_out = [], []
+    for path in found.collects:
+        beside = os.path.dirname(os.path.abspath(path)) in step_roots and path not in found.explicit
+        (left_out if beside else kept).append(path)
+    if left_out:
+        context.problem(
+            "collects-beside-steps",
+            os.path.dirname(left_out[0]),
+            f"{len(left_out)} token-collects files lie beside step files: the same counts, added up over steps; "
+            "the steps are read, the sums are not",
+            "Give the files themselves to read only them.",
+            SEVERITY_NOTE,
+        )
+        context.done(len(left_out))
+    return kept

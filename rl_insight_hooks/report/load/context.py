@@ -63,6 +63,20 @@ class ReadContext:
         """Note, once, something that the data does not say and that a reader had to assume."""
         self.assumptions.setdefault(sentence)
 
+    def place_of_experts(self, rank: int, num_local: int, source: str) -> tuple[int, int]:
+        """Return (first expert, experts in all) of a rank, for formats that do not say.
+
+        Without ``ep_size`` every rank is taken to hold all experts, and that is said.
+        """
+        if self.ep_size is None:
+            if rank > 0:
+                self.assume(
+                    f"{source}: no file says which experts a rank holds; every rank is taken to hold all "
+                    "of them (give ep_size where they are spread over ranks)"
+                )
+            return 0, num_local
+        return (rank % self.ep_size) * num_local, self.ep_size * num_local
+
     def done(self, num_files: int = 1) -> None:
         """Tell the progress display that files were read."""
         self._num_done += num_files

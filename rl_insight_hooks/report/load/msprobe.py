@@ -241,10 +241,7 @@ def _block(
     counts = np.zeros((len(row_of), passes.counts_pe.shape[1]), dtype=np.int64)
     np.add.at(counts, target_p, passes.counts_pe)
     num_local = counts.shape[1]
-    first, num_experts = 0, num_local
-    if context.ep_size is not None:
-        first = (place.rank % context.ep_size) * num_local
-        num_experts = context.ep_size * num_local
+    first, num_experts = context.place_of_experts(place.rank, num_local, FORMAT)
     return Block(
         source=dump.path,
         format=FORMAT,

@@ -258,18 +258,33 @@ class RowSink(_Common):
         return self.finish(columns, counts_NE)
 
 
+@dataclass(slots=True)
+class _Rows:
+    """Rows of the fold that one shape of block adds to, and the column ranges that were added."""
+
+    numbers: npt.NDArray[np.int64]
+    index: slice | npt.NDArray[np.int64]  # a slice where the rows follow one another: no copies
+    ranges: set[tuple[int, int]] = field(default_factory=set)
+
+
+def _make_rows(numbers: list[int]) -> _Rows:
+    array = np.asarray(numbers, dtype=np.int64)
+    first = numbers[0]
+    if numbers == list(range(first, first + len(numbers))):
+        return _Rows(array, slice(first, first + len(numbers)))
+    return _Rows(array, array)
+
+
 class FoldSink(_Common):
     """Adds up over ranks as blocks come: global expert ids, replicas once. Memory does not grow with ranks."""
 
     def __init__(self, context: ReadContext) -> None:
         super().__init__(context)
         self._row_of: dict[tuple[int, int, int, int], int] = {}  # (step, role, layer, phase) -> row
-        self._rows_of: dict[tuple[int, str, bytes, tuple[str, ...]], npt.NDArray[np.int64]] = {}
+        self._rows_of: dict[tuple[int, str, bytes, tuple[str, ...]], _Rows] = {}
         self._counts_ME = np.zeros((0, 0), dtype=np.int64)
         self._passes_M = np.zeros(0, dtype=np.int64)
         self._tokens_M = np.zeros(0, dtype=np.int64)
-        self._held_of: dict[int, set[tuple[int, int]]] = {}  # id(rows) -> column ranges seen
-        self._rows_by_id: dict[int, npt.NDArray[np.int64]] = {}
         self._width_of_role: dict[str, int] = {}
         self._replica_seen: dict[tuple[int, str, str], str] = {}
         self._one_rank: dict[tuple[int, str], int] = {}
@@ -284,19 +299,20 @@ class FoldSink(_Common):
             self._width_of_role.get(block.role, 0), end, block.num_experts or 0
         )
         self._grow(len(self._row_of), self.num_experts)
+        at = rows.index
         target = self._counts_ME[:, block.first : end]
         if self.context.aggregate == "max":
-            target[rows] = np.maximum(target[rows], block.counts_ne)
+            target[at] = np.maximum(target[at], block.counts_ne)
         else:
-            target[rows] += block.counts_ne
-        self._held_of.setdefault(id(rows), set()).add((block.first, end))
+            target[at] += block.counts_ne
+        rows.ranges.add((block.first, end))
         passes = 1 if block.num_passes_n is None else block.num_passes_n
-        self._passes_M[rows] = np.maximum(self._passes_M[rows], passes)
+        self._passes_M[at] = np.maximum(self._passes_M[at], passes)
         if block.num_tokens_n is None:
-            self._tokens_M[rows] = -1
+            self._tokens_M[at] = -1
         else:
-            known = (self._tokens_M[rows] >= 0) & (block.num_tokens_n >= 0)
-            self._tokens_M[rows] = np.where(known, self._tokens_M[rows] + block.num_tokens_n, -1)
+            known = (self._tokens_M[at] >= 0) & (block.num_tokens_n >= 0)
+            self._tokens_M[at] = np.where(known, self._tokens_M[at] + block.num_tokens_n, -1)
 
     def _is_copy(self, block: Block) -> bool:
         """Return True if the tokens of ``block`` are already in."""
@@ -311,7 +327,7 @@ class FoldSink(_Common):
         self._replica_seen[key] = block.source
         return False
 
-    def _rows(self, block: Block) -> npt.NDArray[np.int64]:
+    def _rows(self, block: Block) -> _Rows:
         key = (block.step, block.role, block.layer_n.tobytes(), block.phases)
         rows = self._rows_of.get(key)
         if rows is None:
@@ -321,8 +337,7 @@ class FoldSink(_Common):
                 self._row_of.setdefault((block.step, role, layer, phase), len(self._row_of))
                 for layer, phase in zip(block.layer_n.tolist(), phase_n.tolist(), strict=True)
             ]
-            rows = self._rows_of[key] = np.asarray(numbers, dtype=np.int64)
-            self._rows_by_id[id(rows)] = rows
+            rows = self._rows_of[key] = _make_rows(numbers)
         return rows
 
     def _grow(self, num_rows: int, num_experts: int) -> None:
@@ -361,9 +376,9 @@ class FoldSink(_Common):
     def _check_coverage(self, keys_M4: IntArray, width_of_role: IntArray) -> None:
         """Name experts that no rank reported (a rank of the expert-parallel group is missing)."""
         ranges_of_row: dict[int, set[tuple[int, int]]] = {}
-        for rows_id, ranges in self._held_of.items():
-            for row in self._rows_by_id[rows_id].tolist():
-                ranges_of_row.setdefault(row, set()).update(ranges)
+        for rows in self._rows_of.values():
+            for row in rows.numbers.tolist():
+                ranges_of_row.setdefault(row, set()).update(rows.ranges)
         gaps: dict[tuple[int, int, str], int] = {}
         for row, ranges in ranges_of_row.items():
             step, role = int(keys_M4[row, 0]), int(keys_M4[row, 1])
