@@ -124,7 +124,8 @@ def _without_own_collects(found: sniff.Found, context: ReadContext) -> list[str]
     """Leave out collects that lie beside our step files: the same counts, added up over the run."""
     step_roots = {os.path.abspath(path).rsplit(os.sep, 4)[0] for path in found.native}
     step_roots |= {os.path.abspath(path).rsplit(os.sep, 4)[0] for path in found.packs}
-    kept, left_out = [], []
+    kept: list[str] = []
+    left_out: list[str] = []
     for path in found.collects:
         beside = os.path.dirname(os.path.abspath(path)) in step_roots and path not in found.explicit
         (left_out if beside else kept).append(path)

@@ -54,9 +54,16 @@ class ReadContext:
         Raises:
             DataError: ``strict`` is set and the problem loses data.
         """
-        if self.strict and severity == SEVERITY_ERROR:
-            raise DataError(f"{os.fspath(where)}: {what}. {fix} [{rule}]")
-        found = Problem(rule=rule, where=os.fspath(where), what=what, fix=fix, severity=severity)
+        self.add(Problem(rule=rule, where=os.fspath(where), what=what, fix=fix, severity=severity))
+
+    def add(self, found: Problem) -> None:
+        """Note a problem.
+
+        Raises:
+            DataError: ``strict`` is set and the problem loses data.
+        """
+        if self.strict and found.severity == SEVERITY_ERROR:
+            raise DataError(f"{found.where}: {found.what}. {found.fix} [{found.rule}]")
         self.problems.append(found)
 
     def assume(self, sentence: str) -> None:

@@ -8,6 +8,7 @@ through the schema's own decoder, which names what is wrong.
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import msgspec
@@ -64,14 +65,16 @@ class _Version(msgspec.Struct):
 def read_native(paths: list[str], sink: Sink, context: ReadContext) -> None:
     """Put every file of ``paths`` into ``sink``; what cannot be read is a problem of ``context``."""
     for path in paths:
+        data = b""
         try:
-            block = read_block(read_bytes(path), path, context)
+            data = read_bytes(path)
+            block = read_block(data, path, context)
         except OSError as error:
             context.problem(
                 "unreadable-file", path, str(error), "Give read permission, or copy it again."
             )
-        except (msgspec.MsgspecError, ValueError) as error:
-            _name_problem(path, error, context)
+        except (msgspec.MsgspecError, ValueError, RecursionError, OverflowError) as error:
+            _name_problem(path, data, error, context)
         else:
             if block is not None:
                 sink.add(block)
@@ -251,13 +254,11 @@ def _join_seams(
     return layers, tuple(phase for _, phase in row_of), counts, passes, tokens
 
 
-def _name_problem(path: str, error: Exception, context: ReadContext) -> None:
+def _name_problem(path: str, data: bytes, error: Exception, context: ReadContext) -> None:
     """Say what is wrong with a file that could not be decoded, and how to mend it."""
-    try:
-        data = read_bytes(path)
+    version = None
+    with contextlib.suppress(msgspec.MsgspecError):
         version = msgspec.json.decode(data, type=_Version).schema_version
-    except (OSError, msgspec.MsgspecError, ValueError):
-        data, version = b"?", None
     if not data:
         context.problem(
             "empty-file", path, "0 bytes", "The writer was cut off; record the step again."

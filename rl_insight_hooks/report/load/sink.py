@@ -17,6 +17,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from rl_insight_hooks.report.load.completeness import Key, Seen, missing, step_text
 from rl_insight_hooks.report.load.context import (
     SEVERITY_WARNING,
     ReadContext,
@@ -71,8 +72,9 @@ class Sink(Protocol):
 class _Common:
     """What both sinks keep track of: names, sizes, and that nothing comes twice."""
 
-    def __init__(self, context: ReadContext) -> None:
+    def __init__(self, context: ReadContext, check_files: bool = True) -> None:
         self.context = context
+        self._check_files = check_files
         self.roles: dict[str, int] = {}
         self.phases: dict[str, int] = {}
         self.layer_names: dict[int, str] = {}
@@ -81,7 +83,8 @@ class _Common:
         self.id_spaces: set[str] = set()
         self.top_ks: set[int] = set()
         self.world_sizes: set[int] = set()
-        self.seen: dict[tuple[int, str, int], str] = {}
+        self.seen: dict[Key, Seen] = {}
+        self._layer_sets: dict[bytes, frozenset[int]] = {}
         self.num_experts = 0
         self._phase_ids: dict[tuple[str, ...], IntArray] = {}
 
@@ -98,16 +101,22 @@ class _Common:
             return False
         key = (block.step, block.role, block.rank)
         earlier = self.seen.get(key)
-        if earlier is not None:
+        if earlier is not None and self._check_files:
             self.context.problem(
                 "duplicate-rank",
                 block.source,
-                f"step {_step_text(block.step)}, role {block.role}, rank {block.rank} is also in {earlier}; "
+                f"{step_text(block.step)}, role {block.role}, rank {block.rank} is also in {earlier.source}; "
                 "only the first is counted",
                 "Give one run at a time, or remove the copy.",
             )
             return False
-        self.seen[key] = block.source
+        self.seen[key] = Seen(
+            source=block.source,
+            layers=self._layers(block),
+            num_experts=block.num_experts,
+            world_size=block.world_size,
+            is_replica=block.replica is not None,
+        )
         self.num_experts = max(self.num_experts, last, block.num_experts or 0)
         self.layer_names.update(block.layer_names)
         self.layer_sources |= block.layer_sources
@@ -118,6 +127,13 @@ class _Common:
         if block.world_size is not None:
             self.world_sizes.add(block.world_size)
         return True
+
+    def _layers(self, block: Block) -> frozenset[int]:
+        key = block.layer_n.tobytes()
+        found = self._layer_sets.get(key)
+        if found is None:
+            found = self._layer_sets[key] = frozenset(block.layer_n.tolist())
+        return found
 
     def has(self, step: int, role: str, rank: int) -> bool:
         """Return True if a block of this step, role and rank was taken."""
@@ -139,6 +155,9 @@ class _Common:
         counts_NE: npt.NDArray[np.int64],
     ) -> LoadTable:
         """Return the sorted table; role and phase ids are renumbered to a stable order of their names."""
+        if self._check_files:
+            for found in missing(self.seen, self.context.selection):
+                self.context.add(found)
         if len(self.id_spaces) > 1:
             self.context.problem(
                 "mixed-id-space",
@@ -190,10 +209,6 @@ def _renumber(
 
 def _is_identity(order: npt.NDArray[np.int64]) -> bool:
     return bool((order == np.arange(order.size)).all())
-
-
-def _step_text(step: int) -> str:
-    return "none" if step == NO_STEP else str(step)
 
 
 class RowSink(_Common):
@@ -278,8 +293,8 @@ def _make_rows(numbers: list[int]) -> _Rows:
 class FoldSink(_Common):
     """Adds up over ranks as blocks come: global expert ids, replicas once. Memory does not grow with ranks."""
 
-    def __init__(self, context: ReadContext) -> None:
-        super().__init__(context)
+    def __init__(self, context: ReadContext, check_files: bool = True) -> None:
+        super().__init__(context, check_files)
         self._row_of: dict[tuple[int, int, int, int], int] = {}  # (step, role, layer, phase) -> row
         self._rows_of: dict[tuple[int, str, bytes, tuple[str, ...]], _Rows] = {}
         self._counts_ME = np.zeros((0, 0), dtype=np.int64)
@@ -389,7 +404,7 @@ class FoldSink(_Common):
         for (step, role, gap), num_rows in gaps.items():
             self.context.problem(
                 "missing-experts",
-                f"step {_step_text(step)}, role {names[role]}",
+                f"{step_text(step)}, role {names[role]}",
                 f"no rank reported experts {gap} in {num_rows} of its rows; they read as 0",
                 "Bring the files of the missing ranks, or select the ranks that you have and read them unmerged.",
             )
