@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``rl-insight-report export``: the loads as csv, json, parquet or an msprobe tree."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Optional
+
+import typer
+
+
+def export(
+    data: Annotated[
+        list[Path],
+        typer.Argument(help="Files or folders; formats are recognised.", metavar="DATA..."),
+    ],
+    output: Annotated[
+        Path,
+        typer.Option(
+            "--output",
+            "-o",
+            help="f.csv, f.json, f.parquet, or a folder (ending in /) for msprobe.",
+        ),
+    ],
+    format: Annotated[
+        Optional[str],
+        typer.Option("--format", help="csv, json, parquet or msprobe; else from the name."),
+    ] = None,
+    step: Annotated[Optional[str], typer.Option("--step", help="Steps: 1,3-7.")] = None,
+    role: Annotated[Optional[str], typer.Option("--role", help="Roles: a,b.")] = None,
+    rank: Annotated[Optional[str], typer.Option("--rank", help="Ranks: 0,1 or all.")] = None,
+    layer: Annotated[Optional[str], typer.Option("--layer", help="Layers: 0,3-7.")] = None,
+    phase: Annotated[Optional[str], typer.Option("--phase", help="Phases: forward,...")] = None,
+    merge: Annotated[
+        bool, typer.Option("--merge-ranks", help="Add up over ranks to global expert ids.")
+    ] = False,
+    aggregate: Annotated[
+        str, typer.Option("--aggregate", help="Of --merge-ranks: auto, sum, max or one-rank.")
+    ] = "auto",
+    gmm_per_layer: Annotated[
+        Optional[int], typer.Option("--gmm-per-layer", help="msprobe: calls of one layer pass.")
+    ] = None,
+    ep_size: Annotated[
+        Optional[int], typer.Option("--ep-size", help="msprobe, Megatron: expert-parallel size.")
+    ] = None,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Stop at the first file that cannot be read.")
+    ] = False,
+    force: Annotated[bool, typer.Option("--force", "-f", help="Replace what is there.")] = False,
+    jobs: Annotated[int, typer.Option("--jobs", "-j", help="Processes that read.")] = 1,
+    json: Annotated[
+        bool, typer.Option("--json", help="Say on stdout, as JSON, what was written.")
+    ] = False,
+) -> None:
+    """Write the loads as a flat table (csv, json, parquet), or as a tree that msprobe's readers read."""
+    from rl_insight_hooks.report.export import export as write
+    from rl_insight_hooks.report.export import format_of
+    from rl_insight_hooks.report.export_flat import problem_dict
+    from rl_insight_hooks.report.load import load
+    from rl_insight_hooks.report.speak import (
+        fail_if_incomplete,
+        progress_on_terminal,
+        say_findings,
+        write_json_line,
+    )
+
+    kind = format if format is not None else format_of(output)
+    with progress_on_terminal("reading") as progress:
+        table = load(
+            data,
+            steps=step,
+            roles=role,
+            ranks=rank,
+            layers=layer,
+            phases=phase,
+            merge_ranks=merge,
+            aggregate=aggregate,
+            strict=strict,
+            jobs=jobs,
+            gmm_per_layer=gmm_per_layer,
+            ep_size=ep_size,
+            progress=progress,
+        )
+    remarks = write(table, output, kind, overwrite=force)
+    say_findings(table.problems, (*table.assumptions, *remarks))
+    if json:
+        write_json_line(
+            {
+                "schema": "rl-insight-hooks/export/1",
+                "output": str(output),
+                "format": kind,
+                "num_rows": table.num_rows,
+                "remarks": remarks,
+                "assumptions": table.assumptions,
+                "problems": [problem_dict(problem) for problem in table.problems],
+            }
+        )
+    else:
+        typer.echo(str(output))
+    fail_if_incomplete(table.problems)
