@@ -92,7 +92,7 @@ def _uneven_layers(
         short = {
             rank: len(layers)
             for rank, layers in sorted(layers_of.items())
-            if any(layers < other for other in sets)
+            if layers and any(layers < other for other in sets)
         }
         if short:
             rank, num = next(iter(short.items()))

@@ -91,7 +91,8 @@ def place_of(folder: str, roots: list[str]) -> Place:
     step = int(inner[1])
     stage = parts[at - 1] if at > 1 else ""
     outer = _OUTER_STEP.fullmatch(parts[at - 2]) if at > 2 else None
-    if outer is not None and not stage.startswith("step"):
+    # verl's inner step is always step0
+    if outer is not None and step == 0 and not stage.startswith("step"):
         return Place(int(outer[1]), stage, rank, is_process)
     if stage and (stage in _TAGS or at - 1 >= num_above):
         return Place(step, stage, rank, is_process)

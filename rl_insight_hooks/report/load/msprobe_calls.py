@@ -98,10 +98,11 @@ class CallReader:
 
     def read(self, dump: DumpDir) -> Calls | None:
         """Return the calls of ``dump``, or None if there are none; what is wrong is a problem."""
-        raw = self._tensors(dump)
+        lost: set[int] = set()
+        raw = self._tensors(dump, lost)
         infos = self._dump_json(dump) if dump.has_dump_json else None
         if infos is not None:
-            self._add_list_calls(raw, infos, dump)
+            self._add_list_calls(raw, infos, dump, lost)
         if not raw:
             return None
         indices = sorted(raw)
@@ -112,7 +113,7 @@ class CallReader:
             calls.has_dump = True
             kept = self._apply_infos(calls, values, infos, dump)
         else:
-            kept = self._assume_types(values, dump)
+            kept = self._assume_types(indices, values, dump)
         calls = _keep(calls, [number for number, counts in enumerate(kept) if counts is not None])
         rows = [counts for counts in kept if counts is not None]
         if not rows:
@@ -125,7 +126,8 @@ class CallReader:
 
     # --- group_list.pt ---
 
-    def _tensors(self, dump: DumpDir) -> dict[int, IntArray]:
+    def _tensors(self, dump: DumpDir, lost: set[int]) -> dict[int, IntArray]:
+        """Return the values by call number; numbers of files that cannot be read go into ``lost``."""
         out: dict[int, IntArray] = {}
         others: dict[str, int] = {}
         read = self.tensors.read
@@ -141,9 +143,11 @@ class CallReader:
                 if values.ndim not in (1, 2) or (values.ndim == 2 and values.shape[1] != 2):
                     raise TorchFileError(f"a group_list of shape {values.shape}")
             except OSError as error:
+                lost.update([int(match[2])] if match is not None else [])
                 self.context.problem("unreadable-file", path, str(error), "Copy the dump again.")
                 continue
             except TorchFileError as error:
+                lost.update([int(match[2])] if match is not None else [])
                 rule = "empty-file" if str(error).startswith("empty") else "bad-tensor-file"
                 self.context.problem(
                     rule, path, str(error), "Copy the dump again; this call is missing."
@@ -200,14 +204,14 @@ class CallReader:
         return infos
 
     def _add_list_calls(
-        self, raw: dict[int, IntArray], infos: dict[int, _Info], dump: DumpDir
+        self, raw: dict[int, IntArray], infos: dict[int, _Info], dump: DumpDir, lost: set[int]
     ) -> None:
         """Add calls whose group_list is a list of ints in dump.json (they have no .pt file)."""
         missing = []
         for index, info in infos.items():
             if info.values is not None:
                 raw.setdefault(index, np.array(info.values, dtype=np.int64))
-            elif index not in raw:
+            elif index not in raw and index not in lost:
                 missing.append(index)
         if missing and dump.tensor_names:
             self.context.problem(
@@ -252,7 +256,9 @@ class CallReader:
             )
         return kept
 
-    def _assume_types(self, values: list[IntArray], dump: DumpDir) -> list[IntArray | None]:
+    def _assume_types(
+        self, indices: list[int], values: list[IntArray], dump: DumpDir
+    ) -> list[IntArray | None]:
         """No dump.json: cumulative only if every list of the dump is non-decreasing, else counts."""
         kept: list[IntArray | None] = []
         flat = [value for value in values if value.ndim == 1]
@@ -265,13 +271,13 @@ class CallReader:
                 else "counts (not all lists rise)"
             )
         )
-        for number, raw in enumerate(values):
+        for index, raw in zip(indices, values, strict=True):
             kind = group_lists.SPARSE_PAIRS if raw.ndim == 2 else int(not cumulative)
             try:
                 kept.append(group_lists.counts_of(raw, kind))
             except ValueError as error:
                 kept.append(None)
-                where = os.path.join(dump.tensor_dir, dump.tensor_names[number])
+                where = os.path.join(dump.path, f"call {index}")
                 self.context.problem("bad-counts", where, str(error), "This call is left out.")
         return kept
 

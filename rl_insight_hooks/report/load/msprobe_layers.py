@@ -8,6 +8,7 @@ counts stay two. Shape letters: c calls, p passes, e experts, L layers.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from dataclasses import dataclass, field
@@ -87,7 +88,7 @@ def _collect(
         counts_pe=calls.counts_ce[first],
         first_call_p=first,
         forward_runs=_forward_runs(phases),
-        has_backward=any(phase in _BACKWARD for phase in phases),
+        has_backward=any(phase != PHASE_FORWARD for phase in phases),
         gmm_per_layer=usual,
         assumptions=assumptions,
         odd_passes=odd,
@@ -95,7 +96,7 @@ def _collect(
 
 
 def _forward_runs(phases: list[str]) -> list[int]:
-    """Return lengths of the runs of forward passes that a backward part separates."""
+    """Return lengths of the runs of forward passes that a recompute or backward pass ends."""
     runs: list[int] = []
     length = 0
     for phase in phases:
@@ -104,8 +105,6 @@ def _forward_runs(phases: list[str]) -> list[int]:
         elif length:
             runs.append(length)
             length = 0
-    if length:
-        runs.append(length)
     return runs
 
 
@@ -347,40 +346,68 @@ def _plan_of_runs(units: npt.NDArray[np.int64]) -> list[list[str]]:
 def number_of_layers(dumps: list[Passes], given: int | None) -> tuple[int, str | None]:
     """Return (L, assumption or None): MoE layers of one rank, from all dumps of that rank.
 
-    A forward run that a backward part ends is one micro-batch: its length is L. Without any backward, L is the
-    largest number that divides the passes of every dump and every stretch of passes with one token total.
+    A run of forward passes that a backward part ends is one micro-batch, or several where all forwards come before
+    all backwards. These are told apart by the order in which backward undoes them, and by their token totals.
+    Without any backward, L is the largest number that divides the passes of every dump.
     """
     if given is not None:
         return given, None
     ended = Counter(run for dump in dumps if dump.has_backward for run in dump.forward_runs)
     if ended:
         most = max(ended.values())
-        return max(run for run, num in ended.items() if num == most), None
+        number = max(run for run, num in ended.items() if num == most)
+        hints = [hint for dump in dumps if dump.has_backward for hint in _undone_in_turn(dump)]
+        hints += [hint for dump in dumps if dump.has_backward for hint in _token_stretches(dump)]
+        return _divided(number, hints), None
     totals = [dump.num_forward for dump in dumps if dump.num_forward]
     if not totals:
         return 0, None
-    number = math.gcd(*totals)
-    stretches = [length for dump in dumps for length in _token_stretches(dump)]
-    if stretches and min(stretches) > 1:
-        number = math.gcd(number, *stretches)
-    if number < 1:
-        number = totals[0]
+    hints = [hint for dump in dumps for hint in _token_stretches(dump)]
+    number = _divided(math.gcd(*totals), hints)
     return number, (
         f"msprobe dump without a backward pass: {number} MoE layers assumed (the largest number that divides the "
         "forward passes of every dump); give num_moe_layers if that is wrong"
     )
 
 
+def _divided(number: int, hints: list[int]) -> int:
+    """Return the greatest common divisor of ``number`` and ``hints``; hints that contradict it count for nothing."""
+    return math.gcd(number, *hints) if all(number % hint == 0 for hint in hints) else number
+
+
+def _undone_in_turn(dump: Passes) -> list[int]:
+    """Return the number of layers, for each place where backward goes on with the next micro-batch.
+
+    Backward undoes the layers of a micro-batch from last to first: its forward passes are met at falling positions.
+    Where micro-batches are undone first to last, the position then rises by 2 L - 1.
+    """
+    position_of: dict[bytes, list[int]] = {}
+    met: list[int] = []
+    position = 0
+    for number, phase in enumerate(dump.phase_p):
+        key = dump.counts_pe[number].tobytes()
+        if phase == PHASE_FORWARD:
+            position_of.setdefault(key, []).append(position)
+            position += 1
+        elif phase == PHASE_DX:
+            if len(position_of.get(key, ())) != 1:
+                return []  # equal counts in two layers: the order says nothing for sure
+            met.append(position_of[key][0])
+    rises = [after - before for before, after in itertools.pairwise(met) if after > before]
+    return [(rise + 1) // 2 for rise in rises if rise % 2]
+
+
 def _token_stretches(dump: Passes) -> list[int]:
     """Return lengths of stretches of forward passes with one token total, if the totals tell micro-batches apart.
 
-    Where a rank holds all experts, every layer of a micro-batch routes the same number of tokens.
+    Where a rank holds all experts, every layer of a micro-batch routes the same number of tokens. Where it does
+    not (expert parallelism), totals change from layer to layer, and nothing is returned.
     """
     forward = [number for number, phase in enumerate(dump.phase_p) if phase == PHASE_FORWARD]
     sums = dump.counts_pe[forward].sum(axis=1)
     changes = np.flatnonzero(sums[1:] != sums[:-1]) + 1
     lengths: list[int] = np.diff(np.concatenate([[0], changes, [sums.size]])).tolist()
-    return lengths
+    return lengths if min(lengths) > 1 else []
 
 
 def layers_of(passes: Passes, num_layers: int) -> IntArray:

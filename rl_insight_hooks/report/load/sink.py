@@ -221,7 +221,7 @@ class RowSink(_Common):
 
     def add(self, block: Block) -> None:
         """Take one block; a second one of the same step, role and rank is named and left out."""
-        if block.layer_n.size and self.accept(block):
+        if self.accept(block) and block.layer_n.size:
             self._blocks.append(block)
             self._num_rows += block.layer_n.size
 
@@ -306,7 +306,7 @@ class FoldSink(_Common):
 
     def add(self, block: Block) -> None:
         """Fold one block in."""
-        if not block.layer_n.size or not self.accept(block) or self._is_copy(block):
+        if not self.accept(block) or not block.layer_n.size or self._is_copy(block):
             return
         rows = self._rows(block)
         end = block.first + block.counts_ne.shape[1]
