@@ -290,7 +290,17 @@ def enable(cfg: Any = None) -> bool:
     Raises:
         ConfigError: an unknown key in our block, or a bad value.
     """
-    config = load_config(cfg)
+    return switch_on(load_config(cfg), ambient=True)
+
+
+def switch_on(config: Config, *, ambient: bool) -> bool:
+    """Install the hooks with ``config``; return False, and do nothing, where it is off.
+
+    Args:
+        config: all settings of this process.
+        ambient: open a region for calls outside every other; integrations of frameworks, which know the
+            stages themselves, do not.
+    """
     if not config.enable:
         return False
     from rl_insight_hooks import topology
@@ -306,8 +316,9 @@ def enable(cfg: Any = None) -> bool:
         ep_rank=config.ep_rank,
     )
     session.installer.install(config.integrations)
-    with guard.failsafe("enable"):
-        session.start_ambient()
+    if ambient:
+        with guard.failsafe("enable"):
+            session.start_ambient()
     _log.info(
         "recording expert load to %s; hooked: %s",
         config.path,

@@ -51,7 +51,24 @@ TARGETS: dict[str, tuple[str, ...]] = {
         "vllm_ascend.worker.model_runner_v1",
     ),
     "mindspeed_rl": ("mindspeed_rl.models.rollout.vllm_adapter.fused_moe",),
-    "verl": ("verl",),
+    "verl": (
+        "verl.utils.tracking",
+        "verl.utils.profiler.profile",
+        "verl.workers.engine_workers",
+        "verl.workers.fsdp_workers",
+        "verl.workers.megatron_workers",
+        "verl.workers.engine.base",
+        "verl.workers.engine.fsdp.transformer_impl",
+        "verl.workers.engine.megatron.transformer_impl",
+        "verl.workers.engine.veomni.transformer_impl",
+        "verl.workers.engine.torchtitan.transformer_impl",
+        "verl.workers.engine.automodel.transformer_impl",
+        "verl.trainer.ppo.ray_trainer",
+        "verl.trainer.ppo.v1.trainer_base",
+        "verl.trainer.ppo.v1.trainer_sync",
+        "verl.trainer.ppo.v1.trainer_colocate_async",
+        "verl.trainer.ppo.v1.trainer_separate_async",
+    ),
 }
 
 

@@ -115,6 +115,8 @@ class Patcher:
         current = vars(patch.owner).get(patch.name, _ABSENT)
         if current is patch.replacement or current is _ABSENT:
             return False
+        while is_ours(current):  # somebody put back an older replacement of ours: never stack them
+            current = original_of(current)
         patch.gate.live = False
         patch.gate = Gate()
         old, patch.original = patch.replacement, current

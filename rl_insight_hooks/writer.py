@@ -94,7 +94,7 @@ class Writer:
         self._collects: dict[str, Collects] = {}
         self._owned: set[Path] = set()
         self._unwritten: OrderedDict[Path, bytes] = OrderedDict()
-        self._summaries: dict[str, dict[str, float]] = {}
+        self._summaries: dict[str, tuple[int | None, dict[str, float]]] = {}
         self._swept: set[str] = set()
         self._started_unix_s = time.time()
         self.writer_id = f"{platform.node()}-{os.getpid()}-{int(self._started_unix_s * 1000)}"
@@ -124,11 +124,16 @@ class Writer:
         self._ensure_thread()
         return barrier.done.wait(timeout_s)
 
-    def summary(self) -> dict[str, float]:
-        """Return the metrics of the last written step of each role, flat; see ``loadstats``."""
+    def summary(self, step: int | None = None) -> dict[str, float]:
+        """Return the metrics of the last written step of each role, flat; see ``loadstats``.
+
+        Args:
+            step: leave out roles whose last written step is another one; None: take all.
+        """
         merged: dict[str, float] = {}
-        for metrics in list(self._summaries.values()):
-            merged.update(metrics)
+        for of_step, metrics in list(self._summaries.values()):
+            if step is None or of_step == step:
+                merged.update(metrics)
         return merged
 
     def _ensure_thread(self) -> None:
@@ -177,7 +182,7 @@ class Writer:
         if result.facts is not None:
             load_file.notes = selfcheck.notes(load_file, result.facts) + load_file.notes
         self._write(self._load_path(result), encode_load_file(load_file))
-        self._summaries[result.role] = loadstats.summary(load_file)
+        self._summaries[result.role] = (load_file.step, loadstats.summary(load_file))
 
     def _gather(self, result: RegionResult, readings: list[SlotReading]) -> RoleStep:
         key = (result.path, result.role)

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Comes up by itself in the processes that verl, vLLM and Ray start.
+
+Carriers, all shipped in the wheel, all inert unless ``RL_INSIGHT_HOOKS=1`` or ``RL_INSIGHT_HOOKS_CONFIG`` names
+a YAML that is switched on:
+
+* entry point ``verl.plugins`` and ``VERL_USE_EXTERNAL_MODULES=rl_insight_hooks.autoload``: importing this
+  module;
+* entry point ``vllm.general_plugins``: :func:`vllm_plugin`, in every process of vLLM, more than once;
+* Ray's ``worker_process_setup_hook: rl_insight_hooks.autoload.setup``, first thing in every worker process.
+
+Switched off, this module imports nothing but ``envs`` (which is stdlib only). Switched on, the hooks are
+installed when a framework that we know is imported, so that Ray workers without one pay for a finder and
+nothing else.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+from rl_insight_hooks import envs
+
+_log = logging.getLogger(__name__)
+
+# Importing one of these brings the hooks up. Tops of packages only: a finder is asked for every import.
+FRAMEWORKS = frozenset(
+    {"torch_npu", "verl", "vllm_ascend", "megatron", "mindspeed", "mindspeed_llm", "mindspeed_rl"}
+)
+
+
+_started = False
+
+
+def setup() -> None:
+    """Bring the hooks up now if a framework is there, else as soon as one is imported; twice is fine.
+
+    Never raises: a setting that is wrong is logged as an error, and the run goes on without us.
+    """
+    if not _asked_for():
+        return
+    if not FRAMEWORKS.isdisjoint(sys.modules):
+        start()
+    elif not any(isinstance(finder, _Waiter) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Waiter())
+
+
+def vllm_plugin() -> None:
+    """Bring the hooks up in a process of vLLM; vLLM calls it in each of them, more than once."""
+    if _asked_for():
+        start()
+
+
+def start() -> bool:
+    """Install the hooks with the settings of the environment; return True when they are in.
+
+    Opens no ambient region: in a framework's process the stages say what belongs where, and most of its
+    processes (driver, servers, agent loops) run no model at all.
+    """
+    global _started
+    if _started:
+        return True
+    try:
+        from rl_insight_hooks.api import switch_on
+        from rl_insight_hooks.config import load_config
+
+        _started = switch_on(load_config(), ambient=False)
+    except ValueError as error:  # a setting: the message says which, the bad value and the fix
+        _log.error("rl_insight_hooks is off in this process: %s", error)
+    except Exception:
+        _log.exception("rl_insight_hooks cannot start in this process; the run goes on without it")
+    return _started
+
+
+def _asked_for() -> bool:
+    return not envs.switched_off() and (envs.switched_on() or envs.config_path() is not None)
+
+
+class _Waiter:
+    """A finder that finds nothing itself: it calls :func:`start` when a framework is about to be imported."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Bring the hooks up before ``name`` is imported, if it is a framework."""
+        if name not in FRAMEWORKS:
+            return None
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
+        start()
+        # the import under way walks the old list: ask those that start() has put before us
+        for finder in list(sys.meta_path):
+            find_spec = getattr(finder, "find_spec", None)
+            spec: ModuleSpec | None = None if find_spec is None else find_spec(name, path, target)
+            if spec is not None:
+                return spec
+        return None
+
+
+setup()
