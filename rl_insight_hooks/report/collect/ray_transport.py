@@ -1,0 +1,270 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The nodes of a running Ray cluster as sources: one pinned task per node, which takes no CPU from the training.
+
+The code of :mod:`node` travels with the task (cloudpickle by value): nothing of ours need be installed on the
+nodes. Data comes in batches through a streaming generator with back-pressure, so memory stays flat on both sides,
+and what came before a node died is kept.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rl_insight_hooks.errors import MissingDependencyError, RlInsightError, UsageError
+from rl_insight_hooks.report.collect import node
+from rl_insight_hooks.report.collect.model import (
+    FileStat,
+    OnFile,
+    Received,
+    SourceError,
+    Survey,
+)
+
+_log = logging.getLogger(__name__)
+
+BATCH_BYTES = 8 << 20
+_BATCHES_AHEAD = 2
+_RUN_AGAIN = "Run the same command again when it is back: what came is not copied twice."
+
+
+@dataclass(frozen=True, slots=True)
+class RayNode:
+    """One node of the cluster."""
+
+    node_id: str
+    hostname: str
+    ip: str
+    labels: tuple[tuple[str, str], ...]
+    name: str  # hostname, with the node id where two nodes have one
+    is_alive: bool
+
+
+def connect(address: str) -> Any:
+    """Connect to the running cluster at ``address`` ("auto" finds it) and return the ``ray`` module.
+
+    Raises:
+        MissingDependencyError: Ray is not installed.
+        UsageError: the address is Ray Client's.
+        RlInsightError: no cluster answers there.
+    """
+    try:
+        import ray
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"--ray needs Ray ({error}); install it: pip install 'rl-insight-hooks[ray]'"
+        ) from None
+    if address.startswith("ray://"):
+        raise UsageError(
+            f"--ray {address}: files cannot be streamed through Ray Client; run this on a node of the cluster "
+            "(there --ray auto finds it), or submit it: ray job submit -- rl-insight-report collect --ray auto ..."
+        )
+    if not ray.is_initialized():
+        try:
+            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+        except (ConnectionError, ValueError, RuntimeError, TimeoutError) as error:
+            first_line = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
+            raise RlInsightError(
+                f"--ray {address}: no Ray cluster answers ({first_line}); start this on a node of the running "
+                "cluster, or give its address as in `ray status --address`"
+            ) from None
+    return ray
+
+
+def list_nodes(ray: Any) -> list[RayNode]:
+    """Return the nodes that the cluster knows, living ones first, then by name."""
+    infos = ray.nodes()
+    hosts = [info["NodeManagerHostname"] for info in infos]
+    found = []
+    for info, host in zip(infos, hosts, strict=True):
+        node_id = info["NodeID"]
+        found.append(
+            RayNode(
+                node_id=node_id,
+                hostname=host,
+                ip=info["NodeManagerAddress"],
+                labels=tuple(sorted((info.get("Labels") or {}).items())),
+                name=host if hosts.count(host) == 1 else f"{host}-{node_id[:8]}",
+                is_alive=bool(info["Alive"]),
+            )
+        )
+    return sorted(found, key=lambda one: (not one.is_alive, one.name))
+
+
+_FIELD = re.compile(r"\{([^{}]*)\}")
+
+
+def fill_path(template: str, where: RayNode) -> str:
+    """Return ``template`` for one node: ``{hostname}``, ``{ip}``, ``{node_id}`` and ``{label:KEY}`` are filled in.
+
+    Raises:
+        UsageError: a field is unknown, or the node has no such label.
+    """
+    values = {"hostname": where.hostname, "ip": where.ip, "node_id": where.node_id}
+    values |= {f"label:{key}": value for key, value in where.labels}
+
+    def value_of(match: re.Match[str]) -> str:
+        if match[1] not in values:
+            known = ", ".join(f"{{{name}}}" for name in sorted(values))
+            raise UsageError(
+                f"path {template!r}: node {where.name} has no {{{match[1]}}}; it has {known}"
+            )
+        return values[match[1]]
+
+    return _FIELD.sub(value_of, template)
+
+
+class NodeTasks:
+    """Runs functions on one node, whatever its CPUs are busy with."""
+
+    def __init__(self, ray: Any, where: RayNode, timeout_s: float) -> None:
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        ray.cloudpickle.register_pickle_by_value(node)
+        self._ray = ray
+        self._where = where
+        self._timeout_s = timeout_s
+        self._is_stopped = False
+        self._options: dict[str, Any] = {
+            "num_cpus": 0,
+            "max_retries": 0,
+            "scheduling_strategy": NodeAffinitySchedulingStrategy(where.node_id, soft=False),
+        }
+
+    def call(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Return what ``function`` returns on the node.
+
+        Raises:
+            SourceError: it raised there, or the node died.
+        """
+        task = self._ray.remote(function).options(**self._options)
+        try:
+            return self._ray.get(task.remote(*args), timeout=self._timeout_s)
+        except Exception as error:
+            raise self._explain(error) from None
+
+    def stream(
+        self, function: Callable[..., Iterator[Any]], *args: Any, **options: Any
+    ) -> Iterator[Any]:
+        """Yield what the generator ``function`` yields on the node, a few items ahead at most.
+
+        Raises:
+            SourceError: it raised there, or the node died; what was yielded is good.
+        """
+        task = self._ray.remote(function).options(
+            num_returns="streaming",
+            _generator_backpressure_num_objects=_BATCHES_AHEAD,
+            **self._options,
+            **options,
+        )
+        try:
+            items = task.remote(*args)
+            deadline = time.monotonic() + self._timeout_s
+            while True:
+                if self._is_stopped:
+                    self._ray.cancel(items, force=True)
+                    raise SourceError("stopped")
+                ready, _ = self._ray.wait([items], num_returns=1, timeout=1.0)
+                if not ready:
+                    if time.monotonic() > deadline:
+                        raise SourceError(f"nothing came for {self._timeout_s:g} s", _RUN_AGAIN)
+                    continue
+                try:
+                    item = next(items)
+                except StopIteration:
+                    return
+                yield self._ray.get(item, timeout=self._timeout_s)
+                del item
+                deadline = time.monotonic() + self._timeout_s
+        except (SourceError, GeneratorExit):
+            raise
+        except Exception as error:
+            raise self._explain(error) from None
+
+    def stop(self) -> None:
+        """Make ``stream`` end soon."""
+        self._is_stopped = True
+
+    def _explain(self, error: Exception) -> SourceError:
+        """Return in words what Ray says of a task that failed."""
+        cause = getattr(error, "cause", None)
+        if isinstance(cause, FileNotFoundError):
+            return SourceError(f"no folder {cause.filename} there", "Check the path.")
+        if isinstance(cause, OSError):
+            return SourceError(f"{cause.filename}: {cause.strerror}", "Check the path.")
+        if cause is not None:
+            return SourceError(f"the task failed: {type(cause).__name__}: {cause}")
+        kind = type(error).__name__
+        if not self._lives():
+            return SourceError(f"the node died ({kind})", _RUN_AGAIN)
+        text = str(error).strip()
+        first_line = text.splitlines()[0] if text else ""
+        return SourceError(f"{kind}: {first_line}", _RUN_AGAIN)
+
+    def _lives(self) -> bool:
+        """Return False once the cluster knows that the node is dead (it may take a moment to notice)."""
+        deadline = time.monotonic() + 10.0
+        while time.monotonic() < deadline:
+            alive = {info["NodeID"] for info in self._ray.nodes() if info["Alive"]}
+            if self._where.node_id not in alive:
+                return False
+            time.sleep(0.5)
+        return True
+
+
+class RaySource:
+    """One folder on one node; see :class:`~rl_insight_hooks.report.collect.model.Source`."""
+
+    def __init__(
+        self,
+        tasks: NodeTasks,
+        where: RayNode,
+        path: str,
+        include: Sequence[str],
+        batch_bytes: int = BATCH_BYTES,
+    ) -> None:
+        self.name = where.name
+        self._tasks = tasks
+        self._path = path
+        self._include = tuple(include)
+        self._batch_bytes = batch_bytes
+        self._folder = path
+
+    def survey(self) -> Survey:
+        """Return the load files of the node's folder; a node without the folder has none (a head node, say)."""
+        started = time.time()
+        try:
+            self._folder, stats = self._tasks.call(node.list_files, self._path, self._include)
+        except SourceError as error:
+            if not error.what.startswith("no folder"):
+                raise
+            stats = []
+        files = tuple(FileStat(*stat) for stat in stats)
+        return Survey(folder=self._folder, files=files, listed_unix_s=started)
+
+    def digests(self, paths: Sequence[str]) -> dict[str, str]:
+        """Return sha256 by path."""
+        found: Mapping[str, str] = self._tasks.call(node.hash_files, self._folder, list(paths))
+        return dict(found)
+
+    def fetch(self, paths: Sequence[str], staging: Path, on_file: OnFile) -> None:
+        """Stream the files; each is checked against the sha256 that the node made of what it read."""
+        batches = self._tasks.stream(node.send_files, self._folder, list(paths), self._batch_bytes)
+        for batch in batches:
+            for path, mtime_ns, digest, broken, data in batch:
+                if broken is None:
+                    target = staging / path
+                    target.parent.mkdir(parents=True, exist_ok=True)
+                    target.write_bytes(data)
+                    if node.hash_files(str(staging), [path]) != {path: digest}:
+                        broken = "changed on the way: its checksum here differs"  # noqa: PLW2901
+                on_file(Received(path, digest, mtime_ns, broken))
+
+    def stop(self) -> None:
+        """Make a fetch that is under way end soon."""
+        self._tasks.stop()
