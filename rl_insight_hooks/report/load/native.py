@@ -50,7 +50,7 @@ _LeanRecord: Any = msgspec.defstruct(
 )
 _LeanFile: Any = msgspec.defstruct(
     "LoadFile",
-    _fields_of(schema.LoadFile, records=list[_LeanRecord], calls=msgspec.Raw | None),
+    _fields_of(schema.LoadFile, records=list[_LeanRecord], calls=msgspec.Raw),
     forbid_unknown_fields=True,
     kw_only=True,
     gc=False,
@@ -257,7 +257,7 @@ def _join_seams(
 def _name_problem(path: str, data: bytes, error: Exception, context: ReadContext) -> None:
     """Say what is wrong with a file that could not be decoded, and how to mend it."""
     version = None
-    with contextlib.suppress(msgspec.MsgspecError):
+    with contextlib.suppress(msgspec.MsgspecError, RecursionError):
         version = msgspec.json.decode(data, type=_Version).schema_version
     if not data:
         context.problem(
@@ -272,7 +272,7 @@ def _name_problem(path: str, data: bytes, error: Exception, context: ReadContext
         )
     elif isinstance(error, msgspec.ValidationError):
         context.problem("bad-schema", path, str(error), "Was it edited by hand? See docs/files.md.")
-    elif isinstance(error, msgspec.DecodeError):
+    elif isinstance(error, msgspec.DecodeError | RecursionError):
         context.problem(
             "torn-file", path, str(error), "The file is cut off or is no JSON; copy it again."
         )
