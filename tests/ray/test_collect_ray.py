@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""collect over a real local Ray cluster of four raylets with separate data folders."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+from collect_data import make_file, tree, write_collects, write_node, write_step_file
+
+import ray
+from rl_insight_hooks.report.collect.gather import gather
+from rl_insight_hooks.report.collect.node import INCLUDE
+from rl_insight_hooks.report.collect.ray_transport import (
+    NodeTasks,
+    RaySource,
+    fill_path,
+    list_nodes,
+)
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
+
+NUM_STEPS = 20
+RANKS_PER_NODE = 16
+
+
+def sources_of(template: str, batch_bytes: int = 8 << 20) -> list[RaySource]:
+    found = []
+    for where in list_nodes(ray):
+        tasks = NodeTasks(ray, where, timeout_s=60)
+        found.append(RaySource(tasks, where, fill_path(template, where), INCLUDE, batch_bytes))
+    return found
+
+
+def slots() -> dict[str, str]:
+    """Name of each node by its label "slot"."""
+    return {
+        dict(where.labels)["slot"]: where.name
+        for where in list_nodes(ray)
+        if "slot" in dict(where.labels)
+    }
+
+
+def node_folders(tmp_path, steps=range(NUM_STEPS)):
+    """One folder per raylet, by node id: what is node-local on a real cluster."""
+    folders = {}
+    for where in list_nodes(ray):
+        slot = dict(where.labels).get("slot")
+        if slot is not None:
+            folder = tmp_path / where.node_id / "load"
+            first = int(slot) * RANKS_PER_NODE
+            write_node(folder, range(first, first + RANKS_PER_NODE), steps)
+            folders[slot] = folder
+    return folders
+
+
+def test_everything_comes_home_though_no_cpu_is_free(cluster, tmp_path):
+    folders = node_folders(tmp_path)
+    assert len(folders) == 4
+    home = tmp_path / "home"
+    seen = []
+
+    started = time.monotonic()
+    report = gather(
+        sources_of(f"{tmp_path}/{{node_id}}/load"),
+        home,
+        progress=lambda done, total: seen.append((done, total)),
+    )
+    print(f"collected {report.num_new} files in {time.monotonic() - started:.2f} s")
+
+    expected = {}
+    for folder in folders.values():
+        expected |= tree(folder)
+    assert len(expected) == 4 * RANKS_PER_NODE * NUM_STEPS
+    assert tree(home) == expected
+    assert report.is_complete
+    assert report.num_new == len(expected)
+    assert seen[-1] == (len(expected), len(expected))
+    statuses = sorted(result.status for result in report.sources)
+    assert statuses == ["empty", "ok", "ok", "ok", "ok"]  # the head node has no data
+
+    # again: nothing is copied, nothing changes
+    again = gather(sources_of(f"{tmp_path}/{{node_id}}/load"), home)
+    assert (again.num_new, again.num_updated, again.num_identical) == (0, 0, len(expected))
+    assert all(result.num_copied == 0 for result in again.sources)
+    assert again.is_complete
+
+
+def test_conflicts_torn_and_identical_files(cluster, tmp_path):
+    folders = node_folders(tmp_path, steps=())
+    names = slots()
+    for slot in "0123":
+        folders[slot] = tmp_path / _node_id(names[slot]) / "load"
+    same = make_file(1, 0)
+    write_step_file(folders["0"], 1, 0, same)
+    write_step_file(folders["1"], 1, 0, same)
+    write_collects(folders["0"], 5, '{"0": {"0": 1, "1": 2}}')
+    write_collects(folders["1"], 5, '{"0": {"0": 7, "1": 8}}')
+    write_step_file(folders["2"], 1, 9, make_file(1, 9)[:100])
+    write_step_file(folders["3"], 1, 10)
+    home = tmp_path / "home"
+
+    report = gather(sources_of(f"{tmp_path}/{{node_id}}/load"), home)
+
+    at_home = tree(home)
+    assert at_home.pop("step_1/actor_update/rank0/group_list.json") == same
+    assert at_home.pop("step_1/actor_update/rank10/group_list.json") == make_file(1, 10)
+    (conflict,) = report.conflicts
+    assert conflict.path == "eplb_token_collects_5.json"
+    assert set(conflict.kept_as) == {names["0"], names["1"]}
+    assert at_home.pop(conflict.kept_as[names["0"]]) == b'{"0": {"0": 1, "1": 2}}'
+    assert at_home.pop(conflict.kept_as[names["1"]]) == b'{"0": {"0": 7, "1": 8}}'
+    assert at_home == {}
+    torn = next(result for result in report.sources if result.name == names["2"])
+    assert list(torn.broken) == ["step_1/actor_update/rank9/group_list.json"]
+    assert report.num_identical == 1
+    assert not report.is_complete
+
+
+def _node_id(name: str) -> str:
+    return next(where.node_id for where in list_nodes(ray) if where.name == name)
+
+
+def test_one_folder_that_all_nodes_see_needs_no_copy(cluster, tmp_path):
+    shared = tmp_path / "shared"
+    write_node(shared, range(4), range(3))
+    old = time.time() - 60
+    for path in shared.rglob("*.json"):
+        os.utime(path, (old, old))
+    report = gather(sources_of(str(shared)), tmp_path / "home")
+    assert report.shared_folder == str(shared)
+    assert not (tmp_path / "home").exists()
+    assert report.is_complete
+
+
+def test_a_node_killed_in_the_middle_is_named_and_the_rest_is_complete(cluster, tmp_path):
+    folders = node_folders(tmp_path)
+    victim = slots()["2"]
+    home = tmp_path / "home"
+    sources = sources_of(f"{tmp_path}/{{node_id}}/load", batch_bytes=1)  # one file a batch
+    killed = []
+
+    dying = next(source for source in sources if source.name == victim)
+    fetch = dying.fetch
+
+    def fetch_and_kill(paths, staging, on_file):
+        def take(got):
+            on_file(got)
+            if not killed:
+                killed.append(got.path)
+                cluster.kill(2)
+
+        fetch(paths, staging, take)
+
+    dying.fetch = fetch_and_kill
+    report = gather(sources, home)
+
+    assert killed
+    assert not report.is_complete
+    results = {result.name: result for result in report.sources}
+    bad = results.pop(victim)
+    assert bad.status == "partial"
+    assert "died" in bad.message
+    assert 1 <= bad.num_copied < RANKS_PER_NODE * NUM_STEPS
+    assert {result.status for result in results.values()} == {"ok", "empty"}
+
+    at_home = tree(home)
+    for slot, folder in folders.items():
+        if slot != "2":
+            for path, data in tree(folder).items():
+                assert at_home.pop(path) == data
+    # what came from the node before it died is whole
+    there = tree(folders["2"])
+    assert len(at_home) == bad.num_copied
+    assert all(there[path] == data for path, data in at_home.items())
