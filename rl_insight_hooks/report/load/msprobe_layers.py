@@ -323,15 +323,15 @@ def _calls_per_pass(lengths: npt.NDArray[np.int64], given: int | None) -> tuple[
 def _plan_of_runs(units: npt.NDArray[np.int64]) -> list[list[str]]:
     """Return the phases of each run, given its length in passes (dX and dW calls are a pass each).
 
-    With backward there are as many backward runs as forward passes; if the lengths cannot be read so, every run
-    is forward (equal neighbouring layers).
+    With backward there are as many backward runs as forward passes, and forward passes that stand alone; if the
+    lengths cannot be read so, every run is forward (equal neighbouring layers).
     """
     found = set(units.tolist())
     recompute = [PHASE_RECOMPUTE, PHASE_DX, PHASE_DW]
     plain = [PHASE_DX, PHASE_DW]
     for tail in (recompute, plain):
         long, joined = len(tail), len(tail) + 1
-        if not found <= {1, long, joined} or not found & {long, joined}:
+        if not found <= {1, long, joined} or not found & {long, joined} or 1 not in found:
             continue
         num = Counter(units.tolist())
         if num[1] + num[joined] == num[long] + num[joined]:
@@ -348,7 +348,8 @@ def number_of_layers(dumps: list[Passes], given: int | None) -> tuple[int, str |
 
     A run of forward passes that a backward part ends is one micro-batch, or several where all forwards come before
     all backwards. These are told apart by the order in which backward undoes them, and by their token totals.
-    Without any backward, L is the largest number that divides the passes of every dump.
+    Without any backward, L is the largest number that divides the passes of every dump (or of most of them,
+    where lost calls spoil the rest).
     """
     if given is not None:
         return given, None
@@ -362,12 +363,26 @@ def number_of_layers(dumps: list[Passes], given: int | None) -> tuple[int, str |
     totals = [dump.num_forward for dump in dumps if dump.num_forward]
     if not totals:
         return 0, None
-    hints = [hint for dump in dumps for hint in _token_stretches(dump)]
-    number = _divided(math.gcd(*totals), hints)
+    number = _usual_divisor(totals)
+    whole = [dump for dump in dumps if dump.num_forward and dump.num_forward % number == 0]
+    number = _divided(number, [hint for dump in whole for hint in _token_stretches(dump)])
     return number, (
         f"msprobe dump without a backward pass: {number} MoE layers assumed (the largest number that divides the "
-        "forward passes of every dump); give num_moe_layers if that is wrong"
+        "forward passes of the dumps); give num_moe_layers if that is wrong"
     )
+
+
+def _usual_divisor(totals: list[int]) -> int:
+    """Return the greatest common divisor of ``totals``; if a few spoil it (lost calls), that of the many."""
+    number = math.gcd(*totals)
+    if number > 1:
+        return number
+    best, most = 1, len(totals) // 2
+    for candidate in sorted({math.gcd(a, b) for a in set(totals) for b in set(totals)} - {1}):
+        divided = sum(total % candidate == 0 for total in totals)
+        if divided > most or (divided == most and best > 1):
+            best, most = candidate, divided
+    return best
 
 
 def _divided(number: int, hints: list[int]) -> int:

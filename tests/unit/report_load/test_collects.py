@@ -40,7 +40,9 @@ def test_real_collects_equal_the_plain_sum(shared, name):
 
 def test_rank_comes_from_the_name(shared):
     table = load(shared / "esft_law_token_collects")
-    truth = json.loads((shared / "esft_law_token_collects" / "eplb_token_collects_5.json").read_text())
+    truth = json.loads(
+        (shared / "esft_law_token_collects" / "eplb_token_collects_5.json").read_text()
+    )
     rows = (table.rank_N == 5) & (table.layer_N == 11)
     assert table.counts_NE[rows].tolist() == [list(truth["11"].values())]
 

@@ -47,5 +47,7 @@ def test_formats_in_one_folder_are_told_apart(tmp_path, rows_of):
         shutil.copytree(GOLDEN / name, tmp_path / name)
     table = load(tmp_path)
     names = ("native_v1", "msprobe_verl", "megatron", "trtllm", "sglang")
-    assert sorted(map(str, rows_of(table))) == sorted(str(r) for name in names for r in EXPECTED[name])
+    assert sorted(map(str, rows_of(table))) == sorted(
+        str(r) for name in names for r in EXPECTED[name]
+    )
     assert len(table.sources) == 5

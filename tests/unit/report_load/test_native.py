@@ -27,14 +27,25 @@ def test_digit_parser_equals_int_on_random_numbers():
     rng = random.Random(5)
     for _ in range(200):
         width, longest = rng.randint(1, 40), rng.randint(1, 18)
-        rows = [[rng.randrange(10 ** rng.randint(1, longest)) for _ in range(width)] for _ in range(3)]
+        rows = [
+            [rng.randrange(10 ** rng.randint(1, longest)) for _ in range(width)] for _ in range(3)
+        ]
         found = _parse_digits([json.dumps(row, separators=(",", ":")).encode() for row in rows])
         assert found is not None
         assert found.tolist() == rows
 
 
 @pytest.mark.parametrize(
-    "raws", [[b"[1,-2]"], [b"[1, 2]"], [b"[]"], [b"[1,2]", b"[3]"], [b"[1.5]"], [b"[1]", b"[]"], [b"[1e3]"]]
+    "raws",
+    [
+        [b"[1,-2]"],
+        [b"[1, 2]"],
+        [b"[]"],
+        [b"[1,2]", b"[3]"],
+        [b"[1.5]"],
+        [b"[1]", b"[]"],
+        [b"[1e3]"],
+    ],
 )
 def test_digit_parser_leaves_what_is_not_plain_digits_to_the_slow_way(raws):
     assert _parse_digits(raws) is None
@@ -61,7 +72,9 @@ def test_detail_calls_do_not_change_the_counts(tmp_path, write_step, rows_of):
 def test_two_seams_of_one_layer_and_phase_add_up(tmp_path, write_step, rows_of):
     path = write_step(tmp_path, 0, "actor", 0, {0: [1, 2], 1: [3, 4]})
     value = json.loads(path.read_text())
-    value["records"].append({**value["records"][0], "seam": "other", "counts": [10, 20], "num_assignments": 30})
+    value["records"].append(
+        {**value["records"][0], "seam": "other", "counts": [10, 20], "num_assignments": 30}
+    )
     path.write_text(json.dumps(value))
     assert rows_of(load(tmp_path))[0][-1] == [11, 22]
 
@@ -73,7 +86,11 @@ def test_two_seams_of_one_layer_and_phase_add_up(tmp_path, write_step, rows_of):
         (lambda text: "", "empty-file", "0 bytes"),
         (lambda text: text.replace('"rank": 0', '"rank": "zero"'), "bad-schema", "rank"),
         (lambda text: text.replace('"run_id"', '"run_idx"'), "bad-schema", "run_id"),
-        (lambda text: text.replace('"schema_version": 1', '"schema_version": 99'), "newer-schema", "99"),
+        (
+            lambda text: text.replace('"schema_version": 1', '"schema_version": 99'),
+            "newer-schema",
+            "99",
+        ),
         (lambda text: text.replace("[3, 4]", "[3, -4]"), "bad-counts", "-4"),
         (lambda text: text.replace("[3, 4]", "[3, 5]"), "bad-counts", "num_assignments 7"),
         (lambda text: text.replace("[3, 4]", "[3, 4.5]"), "bad-schema", "int"),
@@ -81,7 +98,9 @@ def test_two_seams_of_one_layer_and_phase_add_up(tmp_path, write_step, rows_of):
         (lambda text: '{"calls": ' + "[" * 100_000, "torn-file", ""),
     ],
 )
-def test_damage_is_named_and_the_rest_still_shown(tmp_path, write_step, by_rule, damage, rule, word):
+def test_damage_is_named_and_the_rest_still_shown(
+    tmp_path, write_step, by_rule, damage, rule, word
+):
     write_step(tmp_path, 1, "actor", 0, {0: [1, 2]})
     path = write_step(tmp_path, 2, "actor", 0, {0: [3, 4]})
     path.write_text(damage(path.read_text()))

@@ -27,13 +27,18 @@ def _run(root, write_step, steps=6, ranks=2, roles=("actor", "critic")):
     for step in range(steps):
         for role in roles:
             for rank in range(ranks):
-                loads = {(layer, phase): [rng.randrange(3000) for _ in range(5)] for layer in range(3)
-                         for phase in ("forward", "recompute")}
+                loads = {
+                    (layer, phase): [rng.randrange(3000) for _ in range(5)]
+                    for layer in range(3)
+                    for phase in ("forward", "recompute")
+                }
                 write_step(root, step, role, rank, loads, world_size=ranks)
 
 
 def _texts(root):
-    return {str(p.relative_to(root)): json.loads(p.read_text()) for p in root.rglob("group_list.json")}
+    return {
+        str(p.relative_to(root)): json.loads(p.read_text()) for p in root.rglob("group_list.json")
+    }
 
 
 def test_readers_see_no_difference(tmp_path, write_step, rows_of):
@@ -50,16 +55,30 @@ def test_readers_see_no_difference(tmp_path, write_step, rows_of):
 
 def test_filters_reach_into_packs(tmp_path, write_step, rows_of):
     _run(tmp_path, write_step)
-    before = rows_of(load(tmp_path, steps="1,3-4", roles="critic", ranks=1, layers="2", phases="forward"))
+    before = rows_of(
+        load(tmp_path, steps="1,3-4", roles="critic", ranks=1, layers="2", phases="forward")
+    )
     pack_folder(tmp_path, keep=0)
-    after = rows_of(load(tmp_path, steps="1,3-4", roles="critic", ranks=1, layers="2", phases="forward"))
+    after = rows_of(
+        load(tmp_path, steps="1,3-4", roles="critic", ranks=1, layers="2", phases="forward")
+    )
     assert after == before
-    assert [row[:4] for row in after] == [[1, "critic", 1, 2], [3, "critic", 1, 2], [4, "critic", 1, 2]]
+    assert [row[:4] for row in after] == [
+        [1, "critic", 1, 2],
+        [3, "critic", 1, 2],
+        [4, "critic", 1, 2],
+    ]
 
 
 def test_every_field_comes_back(tmp_path, write_step):
     calls = [{"layer": 0, "phase": "forward", "index": 0, "counts": [1, 2, 2**40]}]
-    fields = {"calls": calls, "notes": ["odd"], "dropped": {"x": 3}, "stamps": {"a": "b"}, "failed": {"w": 1}}
+    fields = {
+        "calls": calls,
+        "notes": ["odd"],
+        "dropped": {"x": 3},
+        "stamps": {"a": "b"},
+        "failed": {"w": 1},
+    }
     for step in (1, 2, 30):
         write_step(tmp_path, step, "actor", 0, {0: [1, 2, 3], 1: [0, 0, 2**50]}, **fields)
     before = _texts(tmp_path)
@@ -120,7 +139,9 @@ def test_a_torn_step_file_stays_and_is_named(tmp_path, write_step, caplog):
     pack_steps(tmp_path, "actor", 0, [1, 2])
     assert torn.exists()
     assert str(torn) in caplog.text
-    assert [rule.rule for rule in load(tmp_path).problems if rule.severity == "error"] == ["torn-file"]
+    assert [rule.rule for rule in load(tmp_path).problems if rule.severity == "error"] == [
+        "torn-file"
+    ]
 
 
 def test_a_pack_that_does_not_read_back_keeps_the_step_files(tmp_path, write_step, monkeypatch):
@@ -161,13 +182,21 @@ def test_a_kill_at_any_moment_loses_nothing_and_counts_nothing_twice(tmp_path, w
     rng = random.Random(3)
     pristine = tmp_path / "pristine"
     for step in range(40):
-        write_step(pristine, step, "actor", 0, {0: [rng.randrange(9999) for _ in range(64)], 1: [step] * 64})
+        write_step(
+            pristine,
+            step,
+            "actor",
+            0,
+            {0: [rng.randrange(9999) for _ in range(64)], 1: [step] * 64},
+        )
     truth = rows_of(load(pristine))
     killed = 0
     for number in range(12):
         root = tmp_path / f"run{number}"
         shutil.copytree(pristine, root)
-        packer = subprocess.Popen([sys.executable, "-c", _PACKER, str(root)], stdout=subprocess.PIPE)
+        packer = subprocess.Popen(
+            [sys.executable, "-c", _PACKER, str(root)], stdout=subprocess.PIPE
+        )
         packer.stdout.readline()
         time.sleep(rng.uniform(0, 0.06))
         packer.send_signal(signal.SIGKILL)
