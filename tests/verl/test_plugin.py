@@ -9,7 +9,7 @@ import pytest
 _STATE = """
 import json, sys
 import torch, torch_npu
-before = torch_npu.npu_grouped_matmul
+before = [torch_npu.npu_grouped_matmul]  # in a list: names of modules are rebound
 import verl
 import verl.workers.engine_workers as workers
 from verl.utils.tracking import RLInsightLogger, Tracking
@@ -19,7 +19,7 @@ print(json.dumps({
     "ours": sorted(name for name in sys.modules if name.split(".")[0] == "rl_insight_hooks"),
     "wrapt": "wrapt" in sys.modules,
     "finders": [type(f).__module__ for f in sys.meta_path],
-    "op": torch_npu.npu_grouped_matmul is before,
+    "op": torch_npu.npu_grouped_matmul is before[0],
     "marked": [name for name, value in {
         "update_actor": workers.ActorRolloutRefWorker.update_actor,
         "infer_batch": workers.TrainingWorker.infer_batch,
