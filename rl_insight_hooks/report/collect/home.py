@@ -16,8 +16,8 @@ import msgspec
 from rl_insight_hooks.atomic import fsync_dir, write_atomic
 from rl_insight_hooks.errors import DataError, UsageError
 from rl_insight_hooks.report.collect.model import FileStat, Survey
-from rl_insight_hooks.report.collect.node import list_files, what_is_broken
-from rl_insight_hooks.report.collect.plan import Kept, Offer, Placement
+from rl_insight_hooks.report.collect.node import INCLUDE, list_files, what_is_broken
+from rl_insight_hooks.report.collect.plan import CONFLICTS_DIR, Kept, Offer, Placement
 
 _log = logging.getLogger(__name__)
 
@@ -179,3 +179,12 @@ def survey_here(folder: str, include: tuple[str, ...]) -> Survey | None:
         return None
     files = tuple(FileStat(*stat) for stat in stats)
     return Survey(folder=where, files=files, listed_unix_s=started)
+
+
+def list_home(folder: Path) -> list[str]:
+    """Return the paths of the files in ``folder`` that are no version kept apart."""
+    return [
+        path
+        for path, *_ in list_files(str(folder), INCLUDE)[1]
+        if not path.startswith(f"{CONFLICTS_DIR}/")
+    ]

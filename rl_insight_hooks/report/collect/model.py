@@ -102,6 +102,16 @@ class SourceResult:
     num_bytes: int = 0
     broken: dict[str, str] = field(default_factory=dict)  # path -> what is broken
 
+    @property
+    def is_lost(self) -> bool:
+        """True if the source failed, wholly or in the middle."""
+        return self.status in (STATUS_PARTIAL, STATUS_FAILED)
+
+    @property
+    def is_good(self) -> bool:
+        """True if all that the source has came, whole."""
+        return not self.is_lost and not self.broken
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conflict:
@@ -127,5 +137,4 @@ class Report:
     @property
     def is_complete(self) -> bool:
         """True if every source gave all that it has, whole and without contradiction."""
-        bad = any(s.broken or s.status in (STATUS_PARTIAL, STATUS_FAILED) for s in self.sources)
-        return not bad and not self.conflicts
+        return all(source.is_good for source in self.sources) and not self.conflicts

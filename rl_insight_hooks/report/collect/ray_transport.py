@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The nodes of a running Ray cluster as sources: one pinned task per node, which takes no CPU from the training.
+"""The nodes of a running Ray cluster as sources: one pinned task per node that takes no CPU from the training.
 
 The code of :mod:`node` travels with the task (cloudpickle by value): nothing of ours need be installed on the
-nodes. Data comes in batches through a streaming generator with back-pressure, so memory stays flat on both sides,
-and what came before a node died is kept.
+nodes. Data comes in batches through a streaming generator with back-pressure, so memory stays flat on both
+sides, and what came before a node died is kept.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import rl_insight_hooks
 from rl_insight_hooks.errors import MissingDependencyError, RlInsightError, UsageError
 from rl_insight_hooks.report.collect import node
 from rl_insight_hooks.report.collect.model import (
@@ -26,10 +27,15 @@ from rl_insight_hooks.report.collect.model import (
     Survey,
 )
 
+if TYPE_CHECKING:
+    from rl_insight_hooks.report.collect.fold import FoldRequest, NodeHead
+    from rl_insight_hooks.report.load.sink import Block
+
 _log = logging.getLogger(__name__)
 
 BATCH_BYTES = 8 << 20
 _BATCHES_AHEAD = 2
+_NODE_DIED = ("NodeDiedError", "LocalRayletDiedError", "OwnerDiedError")
 _RUN_AGAIN = "Run the same command again when it is back: what came is not copied twice."
 
 
@@ -45,8 +51,10 @@ class RayNode:
     is_alive: bool
 
 
-def connect(address: str) -> Any:
+def connect(address: str, *, ship_package: bool = False) -> Any:
     """Connect to the running cluster at ``address`` ("auto" finds it) and return the ``ray`` module.
+
+    With ``ship_package`` this very version of the package travels to the nodes (they need numpy and msgspec).
 
     Raises:
         MissingDependencyError: Ray is not installed.
@@ -61,17 +69,24 @@ def connect(address: str) -> Any:
         ) from None
     if address.startswith("ray://"):
         raise UsageError(
-            f"--ray {address}: files cannot be streamed through Ray Client; run this on a node of the cluster "
-            "(there --ray auto finds it), or submit it: ray job submit -- rl-insight-report collect --ray auto ..."
+            f"--ray {address}: files cannot be streamed through Ray Client; run this on a node of the "
+            "cluster (there --ray auto finds it), or submit it: ray job submit -- rl-insight-report ..."
         )
     if not ray.is_initialized():
+        package = str(Path(rl_insight_hooks.__file__).parent)
+        runtime_env = {"py_modules": [package]} if ship_package else None
         try:
-            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+            ray.init(
+                address=address,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                runtime_env=runtime_env,
+            )
         except (ConnectionError, ValueError, RuntimeError, TimeoutError) as error:
             first_line = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
             raise RlInsightError(
-                f"--ray {address}: no Ray cluster answers ({first_line}); start this on a node of the running "
-                "cluster, or give its address as in `ray status --address`"
+                f"--ray {address}: no Ray cluster answers ({first_line}); start this on a node of the "
+                "running cluster, or give its address as in `ray status --address`"
             ) from None
     return ray
 
@@ -100,7 +115,7 @@ _FIELD = re.compile(r"\{([^{}]*)\}")
 
 
 def fill_path(template: str, where: RayNode) -> str:
-    """Return ``template`` for one node: ``{hostname}``, ``{ip}``, ``{node_id}`` and ``{label:KEY}`` are filled in.
+    """Return ``template`` for one node: {hostname}, {ip}, {node_id} and {label:KEY} are filled in.
 
     Raises:
         UsageError: a field is unknown, or the node has no such label.
@@ -197,10 +212,12 @@ class NodeTasks:
             return SourceError(f"no folder {cause.filename} there", "Check the path.")
         if isinstance(cause, OSError):
             return SourceError(f"{cause.filename}: {cause.strerror}", "Check the path.")
+        if isinstance(cause, ImportError):
+            return SourceError(f"{cause}", "Install numpy and msgspec on the nodes.")
         if cause is not None:
             return SourceError(f"the task failed: {type(cause).__name__}: {cause}")
         kind = type(error).__name__
-        if not self._lives():
+        if kind in _NODE_DIED or not self._lives():
             return SourceError(f"the node died ({kind})", _RUN_AGAIN)
         text = str(error).strip()
         first_line = text.splitlines()[0] if text else ""
@@ -262,9 +279,32 @@ class RaySource:
                     target.parent.mkdir(parents=True, exist_ok=True)
                     target.write_bytes(data)
                     if node.hash_files(str(staging), [path]) != {path: digest}:
-                        broken = "changed on the way: its checksum here differs"  # noqa: PLW2901
+                        broken = "changed on the way: its checksum here differs"
                 on_file(Received(path, digest, mtime_ns, broken))
+
+    def fold(self, request: FoldRequest) -> Iterator[NodeHead | list[Block]]:
+        """Fold the node's files there; see :mod:`rl_insight_hooks.report.collect.fold`."""
+        from rl_insight_hooks.report.collect.fold import fold_node
+
+        return self._tasks.stream(fold_node, request)
 
     def stop(self) -> None:
         """Make a fetch that is under way end soon."""
         self._tasks.stop()
+
+
+def ray_sources(
+    ray: Any, template: str, include: Sequence[str], timeout_s: float
+) -> tuple[list[RaySource], list[str]]:
+    """Return a source for each living node, and the names of the dead ones.
+
+    Raises:
+        UsageError: ``template`` has an unknown field.
+    """
+    nodes = list_nodes(ray)
+    sources = [
+        RaySource(NodeTasks(ray, where, timeout_s), where, fill_path(template, where), include)
+        for where in nodes
+        if where.is_alive
+    ]
+    return sources, [where.name for where in nodes if not where.is_alive]

@@ -293,7 +293,8 @@ class SshSource:
         if "Permission denied" in said:
             return f"No key of yours is accepted; this must work unasked: {self._test_line()}"
         if "Host key verification failed" in said:
-            return "Connect once by hand to accept its key, or give --ssh-option StrictHostKeyChecking=accept-new"
+            option = "--ssh-option StrictHostKeyChecking=accept-new"
+            return f"Connect once by hand to accept its key, or give {option}"
         return f"Check host name, port and network: {self._test_line()}"
 
     def _test_line(self) -> str:

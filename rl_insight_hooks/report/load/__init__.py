@@ -94,7 +94,7 @@ def load(
     found = sniff.find(_as_list(paths), context)
     context.num_files = found.num_files
     sink: Sink = FoldSink(context) if merge_ranks else RowSink(context)
-    _read_all(found, sink, context)
+    read_found(found, sink, context)
     table = sink.table()
     select.check_names(selection.roles, context.roles_seen | set(table.roles), "role")
     if table.num_rows:
@@ -109,7 +109,8 @@ def _as_list(paths: PathLike | Iterable[PathLike]) -> list[str]:
     return [os.fspath(path) for path in listed]
 
 
-def _read_all(found: sniff.Found, sink: Sink, context: ReadContext) -> None:
+def read_found(found: sniff.Found, sink: Sink, context: ReadContext) -> None:
+    """Put everything that was found into ``sink``; what is wrong goes to ``context``."""
     read_native(found.native, sink, context)
     read_packed(found.packs, sink, context)
     collects = _without_own_collects(found, context)
