@@ -14,20 +14,19 @@ FORMATS = ("csv", "json", "parquet", "msprobe")
 
 
 def format_of(path: str | os.PathLike[str]) -> str:
-    """Return the format that a path's name asks for: its ending, or msprobe for a folder (``.../`` or ``msprobe``).
+    """Return the format that a path's name asks for: its ending; a name without one is a folder, for an msprobe tree.
 
     Raises:
         UsageError: the name asks for none of them.
     """
-    text = os.fspath(path)
-    suffix = Path(text).suffix.lower().lstrip(".")
+    suffix = Path(path).suffix.lower().lstrip(".")
     if suffix in ("csv", "json", "parquet"):
         return suffix
-    if text.endswith(("/", os.sep)) or Path(text).name.startswith("msprobe") or Path(text).is_dir():
+    if not suffix or Path(path).is_dir():
         return "msprobe"
     raise UsageError(
-        f"{text}: no export format has this ending; use .csv, .json or .parquet, a folder (ending in /) for an "
-        f"msprobe tree, or give --format {'|'.join(FORMATS)}"
+        f"{os.fspath(path)}: no export format has this ending; use .csv, .json or .parquet, a name without ending "
+        f"for an msprobe tree, or give --format {'|'.join(FORMATS)}"
     )
 
 

@@ -278,6 +278,8 @@ def _steps(table: LoadTable) -> Iterator[Problem]:
             )
         strides = np.diff(steps)
         stride = int(strides.min())
+        if (steps[-1] - steps[0]) // stride > 10 * len(steps):
+            continue  # no rhythm to speak of
         gaps = [step for step in range(steps[0], steps[-1], stride) if step not in set(steps)]
         gaps = [step for step in gaps if step not in between]
         if gaps and len(gaps) < len(steps):

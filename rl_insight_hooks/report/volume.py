@@ -18,9 +18,9 @@ _JSON_BYTES_PER_RECORD = 290.0
 _JSON_BYTES_PER_FILE = 900.0
 # Packed: the entropy of a count, and what is left of a record and a step after compression.
 _PACK_BYTES_PER_COUNT = 1.65
-_PACK_BYTES_PER_RECORD = 12.0
-_PACK_BYTES_PER_STEP = 80.0
-_PACK_BYTES_PER_FILE = 1200.0
+_PACK_BYTES_PER_RECORD = 4.0
+_PACK_BYTES_PER_STEP = 60.0
+_PACK_BYTES_PER_FILE = 900.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

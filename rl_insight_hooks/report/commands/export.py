@@ -19,7 +19,7 @@ def export(
         typer.Option(
             "--output",
             "-o",
-            help="f.csv, f.json, f.parquet, or a folder (ending in /) for msprobe.",
+            help="f.csv, f.json, f.parquet, or a folder (a name without ending) for msprobe.",
         ),
     ],
     format: Annotated[

@@ -97,6 +97,8 @@ def _read(path: str, rank: int, context: ReadContext) -> Block | None:
     try:
         data = read_bytes(path)
         loads = _decoder.decode(data)
+        if data.count(b":") != len(loads) + sum(map(len, loads.values())):
+            raise ValueError("a layer or expert is listed twice")
         block = _block(path, rank, loads)
     except OSError as error:
         context.problem(
@@ -112,7 +114,7 @@ def _read(path: str, rank: int, context: ReadContext) -> Block | None:
         )
         rule = "torn-file" if data else "empty-file"
         context.problem(rule, path, what, "Collect again; this rank is missing from every sum.")
-    except ValueError as error:
+    except (ValueError, OverflowError, RecursionError) as error:
         context.problem("bad-counts", path, str(error), "Leave the file out, or collect again.")
     else:
         if not block.layer_n.size:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -119,17 +120,23 @@ def listed(problems: list[Problem]) -> tuple[Problem, ...]:
     return tuple(kept)
 
 
+# Without O_NONBLOCK a named pipe would be waited for.
+_OPEN_FLAGS = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0)
+
+
 def read_bytes(path: str) -> bytes:
     """Return the content of the file at ``path`` (plain os calls: a third of the cost of ``open``).
 
     Raises:
         OSError: it cannot be read.
     """
-    fd = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+    fd = os.open(path, _OPEN_FLAGS)
     try:
         data = os.read(fd, 1 << 16)
         if len(data) < 1 << 16:
             return data
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise OSError("not a regular file")
         chunks = [data]
         while chunks[-1]:
             if sum(map(len, chunks)) > MAX_FILE_BYTES:

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from rl_insight_hooks.report.load.context import SEVERITY_WARNING, ReadContext, read_bytes
-from rl_insight_hooks.report.load.sink import Block, Sink
+from rl_insight_hooks.report.load.sink import MAX_LAYERS, Block, Sink
 from rl_insight_hooks.schema import PHASE_FORWARD
 
 FORMAT = "megatron-core"
@@ -95,7 +95,7 @@ def _parse(lines: list[bytes], path: str, context: ReadContext) -> dict[tuple[in
 
 
 def _check(line: _Line) -> None:
-    if line.iter < 0 or line.layer < 0:
+    if not 0 <= line.iter < 1 << 62 or not 0 <= line.layer < MAX_LAYERS:
         raise ValueError(f"iter {line.iter}, layer {line.layer}")
     if any(count < 0 or count >= 1 << 53 for counts in line.tpe for count in counts):
         raise ValueError(f"iter {line.iter}, layer {line.layer}: a count is negative or absurd")

@@ -26,7 +26,9 @@ from rl_insight_hooks.schema import PHASE_DW, PHASE_DX, PHASE_FORWARD, PHASE_REC
 IntArray = npt.NDArray[np.int64]
 
 API = "npu_grouped_matmul"
-_CALL_NAME = re.compile(r"^(?:[A-Za-z]+\.)+?(npu_grouped_matmul\w*|npu_gmm\w*)\.(\d+)\.forward")
+_CALL_NAME = re.compile(
+    r"^(?:[A-Za-z]+\.)+?(npu_grouped_matmul\w*|npu_gmm\w*)\.(\d{1,15})\.forward"
+)
 _LAST_NUMBER = re.compile(r"(\d+)(?!.*\d)")
 _GROUP_TYPE_DW = 2
 _FRAME = re.compile(r"^File (?P<file>.*?), line (?P<line>\d+), in (?P<function>[^,]+)")

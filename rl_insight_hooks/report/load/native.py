@@ -17,8 +17,8 @@ import numpy.typing as npt
 
 from rl_insight_hooks import schema
 from rl_insight_hooks.report.load.context import ReadContext, read_bytes
-from rl_insight_hooks.report.load.sink import Block, Sink
-from rl_insight_hooks.report.table import NO_STEP
+from rl_insight_hooks.report.load.sink import MAX_LAYERS, MAX_RANKS, Block, Sink
+from rl_insight_hooks.report.table import NO_STEP, UNKNOWN_LAYER
 
 FORMAT = "rl-insight-hooks"
 
@@ -111,14 +111,7 @@ def block_of(load_file: Any, path: str, counts_ne: npt.NDArray[np.int64]) -> Blo
         [-1 if record.num_tokens is None else record.num_tokens for record in records],
         dtype=np.int64,
     )
-    sums = counts_ne.sum(axis=1)
-    claimed = np.array([record.num_assignments for record in records], dtype=np.int64)
-    if (sums != claimed).any():
-        at = int((sums != claimed).argmax())
-        raise ValueError(
-            f"layer {records[at].layer}, {phases[at]}: the counts add up to {int(sums[at])}, "
-            f"not to num_assignments {int(claimed[at])}"
-        )
+    _check(load_file, counts_ne)
     names = {record.layer: record.layer_name for record in records if record.layer_name is not None}
     id_spaces = {record.id_space or load_file.id_space for record in records}
     role = load_file.role
@@ -148,6 +141,33 @@ def block_of(load_file: Any, path: str, counts_ne: npt.NDArray[np.int64]) -> Blo
         layer_names=names,
         layer_sources=frozenset(record.layer_source for record in records),
     )
+
+
+def _check(load_file: Any, counts_ne: npt.NDArray[np.int64]) -> None:
+    """Raise ValueError if the file contradicts itself."""
+    step = load_file.step if load_file.step is not None else 0
+    if min(step, load_file.rank, load_file.world_size) < 0 or load_file.world_size > MAX_RANKS:
+        raise ValueError(
+            f"step {load_file.step}, rank {load_file.rank} of a world of {load_file.world_size}"
+        )
+    records = load_file.records
+    sums = counts_ne.sum(axis=1)
+    claimed = np.array([record.num_assignments for record in records], dtype=np.int64)
+    if (sums != claimed).any():
+        at = int((sums != claimed).argmax())
+        raise ValueError(
+            f"layer {records[at].layer}, {records[at].phase}: the counts add up to {int(sums[at])}, "
+            f"not to num_assignments {int(claimed[at])}"
+        )
+    seen: set[tuple[int, str, str]] = set()
+    for record in records:
+        if record.phase not in schema.PHASES or not UNKNOWN_LAYER <= record.layer < MAX_LAYERS:
+            raise ValueError(
+                f"layer {record.layer}, phase {record.phase!r}: there is no such thing"
+            )
+        seen.add((record.layer, record.phase, record.seam))
+    if len(seen) < len(records):
+        raise ValueError("one seam recorded a layer and phase twice")
 
 
 def _counts(records: list[Any]) -> npt.NDArray[np.int64]:

@@ -89,6 +89,6 @@ def _block(load_file: Any, counts: list[Any], path: str, context: ReadContext) -
         for number, row in enumerate(counts):
             counts_ne[number, : row.size] = row
         return block_of(load_file, where, counts_ne)
-    except ValueError as error:
+    except (ValueError, OverflowError) as error:
         context.problem("bad-counts", where, str(error), "The file contradicts itself.")
         return None

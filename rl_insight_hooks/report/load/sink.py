@@ -28,8 +28,10 @@ from rl_insight_hooks.schema import ID_LOGICAL, PHASES
 AGGREGATES = ("auto", "sum", "max", "one-rank")
 
 # Beyond this a file's expert ids are taken for garbage: the largest model known has under 1,000 experts.
-MAX_EXPERTS = 1 << 20
-MAX_TABLE_CELLS = 1 << 31
+MAX_EXPERTS = 1 << 14
+MAX_LAYERS = 1 << 20
+MAX_RANKS = 1 << 20
+MAX_TABLE_CELLS = 1 << 30
 
 
 @dataclass(kw_only=True, slots=True)

@@ -110,7 +110,8 @@ def _by_step(tensors: dict[str, npt.NDArray[Any]]) -> dict[int, dict[int, npt.ND
             raise ValueError(f'key {name!r} is not "iteration_layer"')
         if tensor.dtype.kind == "f" and not np.isfinite(tensor).all():
             raise ValueError(f"key {name!r} has values that are no numbers")
-        counts = tensor.reshape(-1).astype(np.int64)
+        with np.errstate(invalid="ignore"):
+            counts = tensor.reshape(-1).astype(np.int64)
         if counts.size and (counts.min() < 0 or (counts != tensor.reshape(-1)).any()):
             raise ValueError(f"key {name!r} has counts that are negative or no whole numbers")
         loads.setdefault(int(match[1]), {})[int(match[2])] = counts
