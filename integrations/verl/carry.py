@@ -30,14 +30,17 @@ def put_step(batch: Any, step: Any) -> bool:
 
 
 def take_step(batch: Any) -> int | None:
-    """Return the step that ``batch`` carries (None without), and take it out: the model never sees it."""
+    """Return the step that ``batch`` carries (None without), and take it out where that can be done."""
     for holder in _HOLDERS:
         info = getattr(batch, holder, None)
         if isinstance(info, MutableMapping) and KEY in info:
             return _whole(info.pop(KEY))
     utils = sys.modules.get("verl.utils.tensordict_utils")
     if utils is not None and hasattr(batch, "batch_size") and KEY in batch.keys():  # noqa: SIM118
-        return _whole(utils.pop(batch, KEY))
+        step = _whole(utils.get(batch, KEY))
+        if not batch.is_locked:  # chunks that did not go through Ray are; there it stays, unused
+            utils.pop(batch, KEY)
+        return step
     return None
 
 

@@ -15,6 +15,7 @@ import pytest
 
 HERE = Path(__file__).resolve().parent
 REPO = HERE.parents[1]
+sys.path.insert(0, str(HERE))
 
 _NEEDED = ("verl", "torch_npu", "transformers", "transfer_queue")
 
@@ -26,14 +27,20 @@ def npu_env(tmp_path_factory):
     if missing:
         pytest.skip(f"not installed: {', '.join(missing)} (tests/verl/requirements.txt)")
     env = {k: v for k, v in os.environ.items() if not k.startswith(("RL_INSIGHT_HOOKS", "VERL_"))}
-    env |= {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "PYTHONPATH": str(HERE), "VERL_ENGINE_DEVICE": "npu"}
+    env |= {
+        "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
+        "PYTHONPATH": str(HERE),
+        "VERL_ENGINE_DEVICE": "npu",
+    }
     probe = [sys.executable, "-c", "import torch_npu"]
     if subprocess.run(probe, env=env, capture_output=True).returncode:
         stubs = tmp_path_factory.mktemp("stubs")
         make = REPO / "tools/make_npu_stubs.py"
         if not make.exists() or subprocess.run([sys.executable, make, stubs], env=env).returncode:
             pytest.skip("torch_npu does not import here, and tools/make_npu_stubs.py made no stubs")
-        env["LD_LIBRARY_PATH"] = os.pathsep.join(filter(None, [str(stubs), env.get("LD_LIBRARY_PATH")]))
+        env["LD_LIBRARY_PATH"] = os.pathsep.join(
+            filter(None, [str(stubs), env.get("LD_LIBRARY_PATH")])
+        )
         if subprocess.run(probe, env=env, capture_output=True).returncode:
             pytest.skip("torch_npu does not import here, even with stubs")
     return env
@@ -76,11 +83,27 @@ def run_ranks(npu_env, model, tmp_path):
             port = probe.getsockname()[1]
         processes = []
         for rank in range(num_ranks):
-            full = npu_env | {"RANK": str(rank), "WORLD_SIZE": str(num_ranks), "LOCAL_RANK": str(rank)}
-            full |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"} | env
+            full = npu_env | {
+                "RANK": str(rank),
+                "WORLD_SIZE": str(num_ranks),
+                "LOCAL_RANK": str(rank),
+            }
+            full |= {
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+                "OMP_NUM_THREADS": "1",
+            } | env
             with open(tmp_path / f"log.{rank}", "w") as log:
-                command = [sys.executable, HERE / "rank_main.py", model, tmp_path / "result", *overrides]
-                processes.append(subprocess.Popen(command, env=full, stdout=log, stderr=log, cwd=tmp_path))
+                command = [
+                    sys.executable,
+                    HERE / "rank_main.py",
+                    model,
+                    tmp_path / "result",
+                    *overrides,
+                ]
+                processes.append(
+                    subprocess.Popen(command, env=full, stdout=log, stderr=log, cwd=tmp_path)
+                )
         try:
             for rank, process in enumerate(processes):
                 assert process.wait(240) == 0, (tmp_path / f"log.{rank}").read_text()[-4000:]

@@ -20,7 +20,9 @@ class _CpuModule(ModuleType):
     def __getattr__(self, name):
         return getattr(torch.cpu, name)
 
-    max_memory_allocated = max_memory_reserved = memory_allocated = memory_reserved = staticmethod(lambda *a: 0)
+    max_memory_allocated = max_memory_reserved = memory_allocated = memory_reserved = staticmethod(
+        lambda *a: 0
+    )
     mem_get_info = staticmethod(lambda *a: (0, 0))
     empty_cache = synchronize = ipc_collect = set_device = staticmethod(lambda *a: None)
     get_rng_state = staticmethod(torch.get_rng_state)

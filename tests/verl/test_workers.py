@@ -4,29 +4,7 @@
 from __future__ import annotations
 
 import pytest
-
-from rl_insight_hooks.schema import decode_load_file
-
-NUM_EXPERTS = 8
-STAGES = ("actor_compute_log_prob", "actor_update")
-
-
-def _truth(result):
-    """{(step, stage, layer, phase): counts} from what the routers chose."""
-    truth = {}
-    for step, stage, layer, phase, row in result["counts"]:
-        counts = [0] * NUM_EXPERTS
-        for expert, num in row:
-            counts[expert] += num
-        truth[step, stage, layer, phase] = counts
-    return truth
-
-
-def _recorded(root, rank):
-    files = {}
-    for path in sorted(root.rglob(f"rank{rank}/group_list.json")):
-        files[path.parents[2].name, path.parents[1].name] = decode_load_file(path.read_bytes())
-    return files
+from results import NUM_EXPERTS, STAGES, recorded, truth_of
 
 
 @pytest.mark.truth(
@@ -40,7 +18,7 @@ def test_two_steps_on_two_ranks(run_ranks, tmp_path):
     results = run_ranks(2, RL_INSIGHT_HOOKS="1", RL_INSIGHT_HOOKS_PATH=str(out))
     assert results[0]["counts"] != results[1]["counts"]  # ranks see different tokens
     for rank, result in enumerate(results):
-        truth, files = _truth(result), _recorded(out, rank)
+        truth, files = truth_of(result), recorded(out, rank)
         assert set(files) == {(f"step_{step}", stage) for step in (1, 2) for stage in STAGES}
         for (step_dir, stage), file in files.items():
             step = int(step_dir.removeprefix("step_"))
@@ -63,7 +41,7 @@ def test_metrics_are_those_of_the_step(run_ranks, tmp_path):
     (result,) = run_ranks(1, RL_INSIGHT_HOOKS="1", RL_INSIGHT_HOOKS_PATH=str(tmp_path / "out"))
     rows = [
         counts
-        for (step, stage, _, phase), counts in _truth(result).items()
+        for (step, stage, _, phase), counts in truth_of(result).items()
         if (step, stage, phase) == (2, "actor_update", "forward")
     ]
     worst = max(max(row) / (sum(row) / len(row)) for row in rows)
@@ -76,7 +54,7 @@ def test_metrics_are_those_of_the_step(run_ranks, tmp_path):
 def test_without_the_driver_the_step_is_counted_and_marked(run_ranks, tmp_path):
     out = tmp_path / "out"
     run_ranks(1, RL_INSIGHT_HOOKS="1", RL_INSIGHT_HOOKS_PATH=str(out), TEST_CARRY="0")
-    files = _recorded(out, 0)
+    files = recorded(out, 0)
     assert set(files) == {(f"step_{step}", stage) for step in (1, 2) for stage in STAGES}
     assert {file.step_source for file in files.values()} == {"inferred"}
 
