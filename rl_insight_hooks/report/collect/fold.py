@@ -2,9 +2,9 @@
 """``summarize --ray``: each node adds up its own ranks, and only the merged counts travel.
 
 A node folds its files into one :class:`Block` per (step, role, layers, range of experts, replica group),
-whatever the number of its ranks. Home adds the blocks of all nodes as a reader would: replicas once, experts at their
-global places, missing ranks and experts named. A rank that two nodes have is counted once: the later node folds
-again without it.
+whatever the number of its ranks. Home adds the blocks of all nodes as a reader would: replicas once, experts
+at their global places, missing ranks and experts named. A rank that two nodes have is counted once: the later
+node folds again without it.
 """
 
 from __future__ import annotations

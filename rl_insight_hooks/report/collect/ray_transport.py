@@ -134,6 +134,18 @@ def fill_path(template: str, where: RayNode) -> str:
     return _FIELD.sub(value_of, template)
 
 
+def check_template(template: str) -> None:
+    """Raise unless ``template`` is a path that means the same in every process of a node.
+
+    Raises:
+        UsageError: it is relative.
+    """
+    if not template.startswith(("/", "~", "$", "{")):
+        raise UsageError(
+            f"DATA {template!r}: write it from the root; tasks on the nodes start in other folders"
+        )
+
+
 class NodeTasks:
     """Runs functions on one node, whatever its CPUs are busy with."""
 

@@ -121,26 +121,23 @@ def _check_numbers(parallel: int, timeout: float) -> None:
 def _ray_sources(
     address: str, paths: list[str], include: tuple[str, ...], timeout: float
 ) -> tuple[list[Source], list[str]]:
-    from rl_insight_hooks.report.collect.ray_transport import connect, ray_sources
+    from rl_insight_hooks.report.collect.ray_transport import check_template, connect, ray_sources
 
     template = _one_path(paths)
+    check_template(template)
     ray = connect(address)
     found, dead = ray_sources(ray, template, include, timeout)
     return list(found), dead
 
 
 def _one_path(paths: list[str]) -> str:
-    """Return the one data folder of ``--ray``, which must mean the same in every process."""
+    """Return the one data folder of ``--ray``."""
     from rl_insight_hooks.errors import UsageError
 
     if len(paths) != 1:
         raise UsageError(
             f"--ray takes one DATA, the folder on the nodes (it got {len(paths)}); nodes may differ by "
             "{hostname}, {ip}, {node_id} or {label:KEY} in it"
-        )
-    if not paths[0].startswith(("/", "~", "$", "{")):
-        raise UsageError(
-            f"DATA {paths[0]!r}: write it from the root; tasks on the nodes start in other folders"
         )
     return paths[0]
 

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``rl-insight-report summarize``: fold the loads on the nodes, bring only the merged table home."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from rl_insight_hooks.report.collect.fold import Folded
+    from rl_insight_hooks.report.live import StepLoad
+
+
+def summarize(
+    data: Annotated[str, typer.Argument(help="The data folder on the nodes.", metavar="DATA")],
+    ray: Annotated[
+        str,
+        typer.Option("--ray", metavar="[ADDRESS]", help="The running Ray cluster."),
+    ] = "auto",
+    step: Annotated[str | None, typer.Option("--step", help="Steps: 1,3-7.")] = None,
+    role: Annotated[str | None, typer.Option("--role", help="Roles: a,b.")] = None,
+    rank: Annotated[str | None, typer.Option("--rank", help="Ranks: 0,1 or all.")] = None,
+    layer: Annotated[str | None, typer.Option("--layer", help="Layers: 0,3-7.")] = None,
+    phase: Annotated[str | None, typer.Option("--phase", help="Phases: forward,...")] = None,
+    aggregate: Annotated[
+        str, typer.Option("--aggregate", help="auto (replicas once), sum or max.")
+    ] = "auto",
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="Write the merged table: f.csv, f.json or f.parquet."),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", "-f", help="Replace what is there.")] = False,
+    top: Annotated[int, typer.Option("--top", help="Worst layers of each role to show.")] = 8,
+    parallel: Annotated[int, typer.Option("--parallel", help="Nodes at a time.")] = 8,
+    timeout: Annotated[
+        float, typer.Option("--timeout", metavar="S", help="Seconds without an answer to give up.")
+    ] = 600.0,
+    json: Annotated[bool, typer.Option("--json", help="The summary as JSON on stdout.")] = False,
+) -> None:
+    """Fold the loads of all nodes of a Ray cluster where they lie; exit code 4 if a node or rank is missing."""
+    from rl_insight_hooks.errors import DataError, UsageError
+    from rl_insight_hooks.report.collect.fold import AGGREGATES, fold_sources
+    from rl_insight_hooks.report.collect.node import INCLUDE
+    from rl_insight_hooks.report.collect.ray_transport import (
+        check_template,
+        connect,
+        ray_sources,
+    )
+    from rl_insight_hooks.report.live import step_loads
+    from rl_insight_hooks.report.select import make_selection
+    from rl_insight_hooks.report.speak import (
+        fail_if_incomplete,
+        progress_on_terminal,
+        say_findings,
+    )
+
+    check_template(data)
+    if aggregate not in AGGREGATES:
+        raise UsageError(
+            f"--aggregate {aggregate!r}: choose one of {', '.join(AGGREGATES)} (others need all ranks at "
+            "one place: use collect)"
+        )
+    if parallel < 1 or top < 1 or timeout <= 0:
+        raise UsageError("--parallel and --top are at least 1, --timeout more than 0 seconds")
+    kind = _kind_of(output, force)
+    selection = make_selection(steps=step, roles=role, ranks=rank, layers=layer, phases=phase)
+    sources, dead = ray_sources(connect(ray, ship_package=True), data, INCLUDE, timeout)
+    with progress_on_terminal("folding on nodes:") as progress:
+        folded = fold_sources(
+            sources, selection=selection, aggregate=aggregate, parallel=parallel, progress=progress
+        )
+    table = folded.table
+    say_findings(table.problems, table.assumptions)
+    for name in dead:
+        typer.echo(f"note: node {name} was dead before we began", err=True)
+    if not table.num_rows:
+        raise DataError(f"{data}: no node has loads there that the filters let through")
+    if output is not None and kind is not None:
+        from rl_insight_hooks.report.export import export
+
+        export(table, output, kind, overwrite=force)
+    loads = step_loads(table)
+    if json:
+        _print_json(folded, loads, len(sources), dead)
+    else:
+        _print_text(folded, loads, len(sources), top)
+    fail_if_incomplete(table.problems)
+
+
+def _kind_of(output: Path | None, force: bool) -> str | None:
+    """Return the format of ``output``; a bad one is refused before any node is asked."""
+    if output is None:
+        return None
+    from rl_insight_hooks.errors import UsageError
+    from rl_insight_hooks.report.export import format_of
+
+    kind = format_of(output)
+    if kind == "msprobe":
+        raise UsageError(
+            f"--output {output}: a merged table has no ranks; choose csv, json or parquet"
+        )
+    if output.exists() and not force:
+        raise UsageError(f"--output {output}: is there already; give --force to replace it")
+    return kind
+
+
+def _print_text(folded: Folded, loads: list[StepLoad], num_nodes: int, top: int) -> None:
+    from rl_insight_hooks.report.collect.render import size_text
+    from rl_insight_hooks.report.live import views_of
+    from rl_insight_hooks.report.live_render import role_lines
+
+    for number, view in enumerate(views_of(loads)):
+        if number:
+            typer.echo("")
+        for line in role_lines(view, top, shows_ranks=False):
+            typer.echo(line)
+    typer.echo(
+        f"\n{num_nodes} nodes, {folded.num_files} files, {folded.table.num_rows} merged rows, "
+        f"{size_text(folded.num_bytes)} of counts came home"
+    )
+
+
+def _print_json(folded: Folded, loads: list[StepLoad], num_nodes: int, dead: list[str]) -> None:
+    import dataclasses
+
+    from rl_insight_hooks.report.export_flat import problem_dict
+    from rl_insight_hooks.report.speak import write_json_line
+
+    steps: list[dict[str, Any]] = []
+    for load in loads:
+        said = dataclasses.asdict(load)
+        del said["ranks"]
+        steps.append(said)
+    write_json_line(
+        {
+            "schema": "rl-insight-hooks/summarize/1",
+            "num_nodes": num_nodes,
+            "failed_nodes": folded.failed,
+            "dead_nodes": dead,
+            "num_files": folded.num_files,
+            "num_bytes": folded.num_bytes,
+            "steps": steps,
+            "assumptions": folded.table.assumptions,
+            "problems": [problem_dict(problem) for problem in folded.table.problems],
+        }
+    )
