@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Local search: pairs of devices exchange replicas until the heaviest device meets a target.
+
+Shape letters: K rows, D devices, S slots of one device, Q pairs of devices, M exchanges, T = 2 S slots of a pair.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from rl_insight_hooks.rebalance.exchange import Exchanges, exchanges
+from rl_insight_hooks.rebalance.placement import FloatArray, IntArray
+
+_GAIN = 1 - 1e-9  # an exchange must lower the heavier load by more than rounding
+
+
+def improve(
+    held_KDS: IntArray, each_KE: FloatArray, target_K: FloatArray, num_rounds: int
+) -> FloatArray:
+    """Lower the heaviest device of each row, in place, and return the device loads float [K, D].
+
+    In a round the devices of a row are sorted by load and paired, heavy with light, shifted a little further
+    every round; each pair whose heavy device is over the row's target takes the exchange that evens it out best.
+    A pair's larger load only falls, so no row gets worse. Rows that meet their target drop out.
+
+    Args:
+        held_KDS: experts of each device, without twins; changed.
+        each_KE: weight of one replica of each expert.
+        target_K: load that is good enough.
+        num_rounds: rounds at most.
+    """
+    num_rows, num_devices, num_slots = held_KDS.shape
+    num_experts = each_KE.shape[1]
+    flat_KDS = held_KDS + (np.arange(num_rows) * num_experts)[:, None, None]
+    flat_each = np.ascontiguousarray(each_KE).ravel()
+    load_KD = flat_each[flat_KDS].sum(axis=2)
+    if num_devices == 1:
+        return load_KD
+    ways = exchanges(num_slots)
+    keep_TM = ways.keep_TM.astype(np.float32)
+    held_XS, flat_XS = held_KDS.reshape(-1, num_slots), flat_KDS.reshape(-1, num_slots)
+    load_X = load_KD.reshape(-1)  # X: devices of all rows
+    active_K = np.flatnonzero(load_KD.max(axis=1) > target_K)
+    idle = 0
+    for turn in range(num_rounds):
+        if not len(active_K) or idle > num_devices // 2:
+            break
+        heavy_Q, light_Q = _pairs(load_KD[active_K], target_K[active_K], active_K, turn)
+        done = _exchange(held_XS, flat_XS, flat_each, load_X, heavy_Q, light_Q, ways, keep_TM)
+        idle = 0 if done else idle + 1
+        active_K = active_K[load_KD[active_K].max(axis=1) > target_K[active_K]]
+    # Sums anew: the running loads carry rounding.
+    return flat_each[held_KDS + (np.arange(num_rows) * num_experts)[:, None, None]].sum(axis=2)
+
+
+def _pairs(
+    load_KD: FloatArray, target_K: FloatArray, row_K: IntArray, turn: int
+) -> tuple[IntArray, IntArray]:
+    """Return the heavy and the light device of each pair, as numbers over all rows' devices."""
+    num_devices = load_KD.shape[1]
+    half = num_devices // 2
+    order_KD = np.argsort(load_KD, axis=1, kind="stable")
+    sorted_KD = np.take_along_axis(load_KD, order_KD, axis=1)
+    shift = (np.arange(half) + turn) % half
+    heavy = np.arange(num_devices - 1, num_devices - 1 - half, -1)
+    over_KH = sorted_KD[:, heavy] > target_K[:, None]
+    over_KH &= sorted_KD[:, heavy] > sorted_KD[:, shift]
+    row_Q, rank_Q = np.nonzero(over_KH)
+    base_Q = row_K[row_Q] * num_devices
+    return (
+        order_KD[row_Q, heavy[rank_Q]] + base_Q,
+        order_KD[row_Q, shift[rank_Q]] + base_Q,
+    )
+
+
+def _exchange(
+    held_XS: IntArray,
+    flat_XS: IntArray,
+    flat_each: FloatArray,
+    load_X: FloatArray,
+    heavy_Q: IntArray,
+    light_Q: IntArray,
+    ways: Exchanges,
+    keep_TM: np.ndarray[tuple[int, ...], np.dtype[np.float32]],
+) -> bool:
+    """Do the best exchange of each pair where it helps; return True if any did."""
+    if not len(heavy_Q):
+        return False
+    num_slots = held_XS.shape[1]
+    slot_QT = _by_weight(flat_XS, flat_each, heavy_Q, light_Q)
+    size_QT = flat_each[slot_QT]
+    half_Q = (load_X[heavy_Q] + load_X[light_Q]) * 0.5
+    off_QM = size_QT.astype(np.float32) @ keep_TM
+    off_QM -= half_Q[:, None].astype(np.float32)
+    np.abs(off_QM, out=off_QM)
+    best_Q = off_QM.argmin(axis=1)
+    order_QT = ways.order_MT[best_Q]
+    slot_QT = np.take_along_axis(slot_QT, order_QT, axis=1)
+    size_QT = np.take_along_axis(size_QT, order_QT, axis=1)
+    first_Q, second_Q = size_QT[:, :num_slots].sum(axis=1), size_QT[:, num_slots:].sum(axis=1)
+    good_Q = np.maximum(first_Q, second_Q) < load_X[heavy_Q] * _GAIN
+    ordered_QS = np.sort(slot_QT.reshape(-1, num_slots), axis=1)
+    twins = (ordered_QS[:, 1:] == ordered_QS[:, :-1]).any(axis=1).reshape(-1, 2).any(axis=1)
+    good = np.flatnonzero(good_Q & ~twins)
+    if not len(good):
+        return False
+    num_experts_times_row = flat_XS[heavy_Q[good], 0] - held_XS[heavy_Q[good], 0]
+    for device_Q, slots_QS, load_Q in (
+        (heavy_Q, slot_QT[:, :num_slots], first_Q),
+        (light_Q, slot_QT[:, num_slots:], second_Q),
+    ):
+        flat_XS[device_Q[good]] = slots_QS[good]
+        held_XS[device_Q[good]] = slots_QS[good] - num_experts_times_row[:, None]
+        load_X[device_Q[good]] = load_Q[good]
+    return True
+
+
+def _by_weight(
+    flat_XS: IntArray, flat_each: FloatArray, heavy_Q: IntArray, light_Q: IntArray
+) -> IntArray:
+    """Return the slots of each pair of devices, each device's by falling weight, int [Q, 2 S]."""
+    both_QS = flat_XS[np.stack([heavy_Q, light_Q], axis=1)]
+    order = np.argsort(-flat_each[both_QS], axis=2, kind="stable")
+    return np.take_along_axis(both_QS, order, axis=2).reshape(len(heavy_Q), -1)
