@@ -402,7 +402,7 @@ def _value(leaf: Any) -> int | None:
 def _shape(tensors: Any) -> tuple[int, ...] | None:
     first = tensors[0] if isinstance(tensors, list) and tensors else tensors
     shape = first.get("shape") if isinstance(first, dict) else None
-    if isinstance(shape, list) and all(type(length) is int for length in shape):
+    if isinstance(shape, list) and all(_value(length) is not None for length in shape):
         return tuple(shape)
     return None
 

@@ -93,12 +93,25 @@ class _Common:
     def accept(self, block: Block) -> bool:
         """Note the block's names and sizes; return False if it must be left out (and why is noted)."""
         last = block.first + block.counts_ne.shape[1]
-        if block.first < 0 or max(last, block.num_experts or 0) > MAX_EXPERTS:
+        num_experts, top_k = block.num_experts or 0, block.top_k if block.top_k is not None else 1
+        if (
+            min(block.first, num_experts) < 0
+            or max(last, num_experts, top_k) > MAX_EXPERTS
+            or top_k < 1
+        ):
             self.context.problem(
                 "expert-out-of-range",
                 block.source,
-                f"experts {block.first} to {last - 1} of {block.num_experts}: no model has that many",
+                f"experts {block.first} to {last - 1} of {block.num_experts}, top-{top_k}: there is no such model",
                 "The file is damaged, or is not of this format; leave it out.",
+            )
+            return False
+        if not ALL_RANKS <= block.rank < MAX_RANKS or not NO_STEP <= block.step < 1 << 62:
+            self.context.problem(
+                "rank-outside",
+                block.source,
+                f"step {block.step}, rank {block.rank}: no run has that many",
+                "The file is damaged or misnamed; leave it out.",
             )
             return False
         key = (block.step, block.role, block.rank)

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import os
 import re
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from rl_insight_hooks.report.load.context import SEVERITY_WARNING, ReadContext, read_bytes
-from rl_insight_hooks.report.load.sink import Block, Sink
+from rl_insight_hooks.report.load.sink import MAX_EXPERTS, Block, Sink
 from rl_insight_hooks.schema import PHASE_FORWARD
 
 FORMAT = "tensorrt-llm"
@@ -118,10 +118,13 @@ def _by_step(tensors: dict[str, npt.NDArray[Any]]) -> dict[int, dict[int, npt.ND
     return loads
 
 
+_Number = Annotated[int, msgspec.Meta(ge=1, le=MAX_EXPERTS)]
+
+
 class _Meta(msgspec.Struct):
-    num_experts: int | None = None
-    num_experts_per_token: int | None = None
-    top_k: int | None = None
+    num_experts: _Number | None = None
+    num_experts_per_token: _Number | None = None
+    top_k: _Number | None = None
 
 
 def _meta(folder: str, context: ReadContext) -> tuple[int | None, int | None]:
