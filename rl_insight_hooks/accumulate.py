@@ -78,6 +78,11 @@ class RoleStep:
     stamps: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
+    @property
+    def has_calls(self) -> bool:
+        """True when a seam, or a replayed graph, counted something."""
+        return any(load.num_calls or load.counts_E.any() for load in self.loads.values())
+
     def add(self, readings: Iterable[SlotReading]) -> None:
         """Add what a drain read."""
         for reading in readings:

@@ -35,6 +35,7 @@ INTEGRATIONS: dict[str, str] = {
     "mindspeed": "rl_insight_hooks.integrations.mindspeed",
     "megatron": "rl_insight_hooks.integrations.megatron",
     "vllm_ascend": "rl_insight_hooks.integrations.vllm_ascend",
+    "vllm_worker": "rl_insight_hooks.integrations.vllm_worker",
     "mindspeed_rl": "rl_insight_hooks.integrations.mindspeed_rl",
     "verl": "rl_insight_hooks.integrations.verl",
 }
@@ -49,6 +50,12 @@ TARGETS: dict[str, tuple[str, ...]] = {
         "vllm_ascend.ops.common_fused_moe",
         "vllm_ascend.ops.fused_moe.routed_experts",
         "vllm_ascend.worker.model_runner_v1",
+    ),
+    "vllm_worker": (
+        "vllm_ascend.worker.worker",
+        "vllm_ascend.worker.worker_v1",
+        "verl.workers.rollout.vllm_rollout.utils",
+        "verl.workers.rollout.vllm_rollout.vllm_async_server",
     ),
     "mindspeed_rl": ("mindspeed_rl.models.rollout.vllm_adapter.fused_moe",),
     "verl": (

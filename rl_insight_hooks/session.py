@@ -47,6 +47,7 @@ class Region:
         self.config = config
         self.wanted = True
         self.ambient = False
+        self.write_empty = True  # False: a file without a single call is not written
         self.started_unix_s = time.time()
         self.pending: list[PendingReading] = []
         self.call_log: list[tuple[Slot, Any]] = []
@@ -142,6 +143,7 @@ class Session:
                 self.finish(ambient)
                 renewed = self.new_region(ambient.path, step, ambient.role, step_source=source)
                 renewed.ambient = True
+                renewed.write_empty = ambient.write_empty
                 self.stack[index] = renewed
                 self._activate()
 
@@ -155,15 +157,21 @@ class Session:
         """The region that ``enable`` opened for calls outside every other."""
         return next((r for r in self.stack if r.ambient), None)
 
-    def start_ambient(self) -> None:
-        """Open the ambient region below every other; a second call changes nothing."""
+    def start_ambient(self, role: str | None = None, *, write_empty: bool = True) -> None:
+        """Open the ambient region below every other; a second call changes nothing.
+
+        Args:
+            role: its role; None: the setting ``role``.
+            write_empty: write its file even if no call was seen, with a note that says so.
+        """
         with self.lock:
             self._bind_process()
             if self.ambient is not None:
                 return
             self._drain_active()
-            region = self.new_region(None, None, None)
+            region = self.new_region(None, None, role)
             region.ambient = True
+            region.write_empty = write_empty
             region.overwritten = self.installer.reassert()
             self.stack.insert(0, region)
             self._activate()
@@ -227,6 +235,7 @@ class Session:
                 call_log=region.call_log if region.config.detail == "calls" else None,
                 config=region.config,
                 ended=ended,
+                write_empty=region.write_empty,
                 error=error,
                 continues=region.handed_over,
                 facts=selfcheck.Facts(

@@ -59,6 +59,7 @@ class RegionResult:
     pending: list[PendingReading]
     call_log: list[tuple[Slot, Any]] | None
     config: Config
+    write_empty: bool = True  # False: without a call there is no file
     ended: bool = True  # False: an interim flush of a region that goes on
     error: str | None = None  # name of the exception that left the region
     continues: bool = False  # this region already handed over an interim part
@@ -168,6 +169,8 @@ class Writer:
             self._swept.add(path)
             with guard.failsafe("writer.sweep"):
                 sweep_temp_files(path)
+        if not result.write_empty and not gathered.has_calls:
+            return
         if config.collects and (
             config.collects_roles is None or result.role in config.collects_roles
         ):
