@@ -60,6 +60,7 @@ RULES: dict[str, str] = {
     "torn-pack": "A packed file is damaged.",
     "torn-stack-json": "A dump's stack.json is cut off.",
     "uneven-experts": "Files of one role disagree on the number of experts.",
+    "unknown-field": "A line has fields that are not read.",
     "unknown-format": "A named file is of no known format.",
     "unknown-layer": "Calls could not be given to a layer.",
     "unlisted-call": "A tensor file has no entry in dump.json.",

@@ -13,8 +13,8 @@ from rl_insight_hooks.report.load.collects import read_collects
 from rl_insight_hooks.report.load.context import SEVERITY_NOTE, Progress, ReadContext
 from rl_insight_hooks.report.load.megatron import read_megatron
 from rl_insight_hooks.report.load.msprobe import read_msprobe
-from rl_insight_hooks.report.load.native import read_native
 from rl_insight_hooks.report.load.packed import read_packed
+from rl_insight_hooks.report.load.parallel import read_native_in_processes
 from rl_insight_hooks.report.load.sglang import read_sglang
 from rl_insight_hooks.report.load.sink import AGGREGATES, FoldSink, RowSink, Sink
 from rl_insight_hooks.report.load.trtllm import read_trtllm
@@ -58,7 +58,7 @@ def load(
             and adds up the others; ``"sum"`` adds up all; ``"max"`` takes the largest count of each expert;
             ``"one-rank"`` takes the lowest rank of each step and role.
         strict: raise at the first problem that loses data, instead of listing it.
-        jobs: number of processes that read.
+        jobs: number of processes that read step files; it pays from some thousand files on.
         gmm_per_layer: msprobe dumps: grouped matmuls of one layer pass, where the dump does not say.
         num_moe_layers: msprobe dumps: MoE layers of one rank, where the dump does not say.
         ep_size: msprobe dumps: size of the expert-parallel groups, which no dump says; rank r then holds
@@ -94,7 +94,7 @@ def load(
     found = sniff.find(_as_list(paths), context)
     context.num_files = found.num_files
     sink: Sink = FoldSink(context) if merge_ranks else RowSink(context)
-    read_found(found, sink, context)
+    read_found(found, sink, context, jobs)
     table = sink.table()
     select.check_names(selection.roles, context.roles_seen | set(table.roles), "role")
     if table.num_rows:
@@ -109,9 +109,9 @@ def _as_list(paths: PathLike | Iterable[PathLike]) -> list[str]:
     return [os.fspath(path) for path in listed]
 
 
-def read_found(found: sniff.Found, sink: Sink, context: ReadContext) -> None:
+def read_found(found: sniff.Found, sink: Sink, context: ReadContext, jobs: int = 1) -> None:
     """Put everything that was found into ``sink``; what is wrong goes to ``context``."""
-    read_native(found.native, sink, context)
+    read_native_in_processes(found.native, sink, context, jobs)
     read_packed(found.packs, sink, context)
     collects = _without_own_collects(found, context)
     read_collects(collects, sink, context)

@@ -61,7 +61,7 @@ _Rows = dict[int, list[list[int]]]
 
 def _parse(lines: list[bytes], path: str, context: ReadContext) -> dict[tuple[int, str], _Rows]:
     loads: dict[tuple[int, str], _Rows] = {}
-    num_again = 0
+    num_again = num_strange = 0
     for number, text in enumerate(lines, start=1):
         if not text.strip():
             continue
@@ -77,12 +77,21 @@ def _parse(lines: list[bytes], path: str, context: ReadContext) -> dict[tuple[in
                 "This line is left out.",
             )
             continue
+        num_strange += text.count(b":") != 3 + (line.block is not None)
         role = ROLE
         if line.block is not None and str(line.block) not in _MAIN_BLOCKS:
             role = f"{ROLE} ({line.block})"
         rows = loads.setdefault((line.iter, role), {})
         num_again += line.layer in rows
         rows[line.layer] = line.tpe
+    if num_strange:
+        context.problem(
+            "unknown-field",
+            path,
+            f"{num_strange} lines have other fields than iter, block, layer and tpe; they are not read",
+            "Nothing to do if Megatron-Core writes them; else two lines have run into one.",
+            SEVERITY_WARNING,
+        )
     if num_again:
         context.problem(
             "repeated-line",

@@ -185,3 +185,30 @@ def test_table_is_sorted_and_typed(tmp_path, write_step):
     assert table.roles == ("a", "b")
     assert table.phases == ("forward", "recompute")
     assert table.counts_NE.dtype == np.int64
+
+
+@pytest.mark.parametrize("merge", [False, True])
+def test_several_processes_read_the_same(tmp_path, write_step, rows_of, monkeypatch, merge):
+    from rl_insight_hooks.report.load import parallel
+
+    rng = random.Random(6)
+    for step in range(60):
+        for rank in range(5):
+            loads = {
+                layer: [rng.randrange(2**33) if layer else rng.randrange(99) for _ in range(6)]
+                for layer in (0, 1)
+            }
+            write_step(tmp_path, step, "actor", rank, loads, world_size=5)
+    (tmp_path / "step_7" / "actor" / "rank3" / "group_list.json").write_text("{")
+    one = load(tmp_path, merge_ranks=merge)
+    monkeypatch.setattr(parallel, "MIN_FILES", 10)
+    monkeypatch.setattr(parallel.read_native_in_processes, "__defaults__", (10,))
+    seen = []
+    two = load(
+        tmp_path, merge_ranks=merge, jobs=2, progress=lambda done, total: seen.append((done, total))
+    )
+    assert rows_of(two) == rows_of(one)
+    assert two.problems == one.problems
+    assert seen == [(128, 300), (256, 300), (300, 300)]
+    with pytest.raises(DataError, match="torn-file"):
+        load(tmp_path, merge_ranks=merge, jobs=2, strict=True)
