@@ -60,7 +60,7 @@ def plan(
     expected = forecast(history_WLE, half_life=half_life)
     held_LDS = place(expected.mean_LE, shape)
     if robust and len(history_WLE) > 1:
-        lower_risk(held_LDS, expected.mean_LE, expected.deviation_LEB, shape)
+        lower_risk(held_LDS, expected, shape)
     return make_placement(
         np.sort(held_LDS, axis=2).reshape(len(held_LDS), -1),
         num_experts=shape.num_experts,

@@ -10,15 +10,18 @@ Shape letters: K rows (a layer, or one node of a layer), D devices, S slots, B d
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from statistics import NormalDist
 
 import numpy as np
 
+from rl_insight_hooks.rebalance.history import Forecast
 from rl_insight_hooks.rebalance.placement import FloatArray, IntArray, replica_count_of
 from rl_insight_hooks.rebalance.shape import Shape
 
 _MOST_ROUNDS = 32
+_SHRINK = 0.2
 _GAIN = 1 - 1e-9
 
 
@@ -34,51 +37,61 @@ class _State:
     held_XS: IntArray  # experts, numbered through over all layers
     mean_X: FloatArray
     deviation_XB: FloatArray
+    own_X: FloatArray  # sum of its replicas' own variances
     expert_mean: FloatArray  # of one replica, by expert numbered through
     expert_deviation_B: FloatArray
+    expert_own: FloatArray
     spread: float
 
     def risk(self) -> FloatArray:
         """Return ``m + z s`` of each device, float [X]."""
-        square_X = np.einsum("xb,xb->x", self.deviation_XB, self.deviation_XB)
-        return np.asarray(self.mean_X + self.spread * np.sqrt(square_X))
+        square_X = np.einsum("xb,xb->x", self.deviation_XB, self.deviation_XB) + self.own_X
+        return np.asarray(self.mean_X + self.spread * np.sqrt(np.maximum(square_X, 0.0)))
 
 
-def lower_risk(
-    held_LDS: IntArray, mean_LE: FloatArray, deviation_LEB: FloatArray, shape: Shape
-) -> None:
+def lower_risk(held_LDS: IntArray, expected: Forecast, shape: Shape) -> FloatArray:
     """Swap replicas between devices (of one node, where groups stay on nodes), in place, while that lowers risk.
+
+    The covariance of the forecast is shrunk by a fifth towards its diagonal, as few windows estimate it badly
+    (Ledoit and Wolf, 2004, with a fixed share).
 
     Args:
         held_LDS: experts of each device; changed, still without twins.
-        mean_LE: expected tokens of each expert.
-        deviation_LEB: deviations of :class:`~rl_insight_hooks.rebalance.history.Forecast`.
+        expected: what to expect of the next window.
         shape: sizes.
+
+    Returns:
+        The largest ``m + z s`` of each layer, float [L].
     """
+    mean_LE = expected.mean_LE
+    deviation_LEB = expected.deviation_LEB * math.sqrt(1.0 - _SHRINK)
+    own_LE = (expected.deviation_LEB**2).sum(axis=2) * _SHRINK
     num_layers, num_devices, num_slots = held_LDS.shape
     num_experts = mean_LE.shape[1]
-    if num_devices // shape.num_domains == 1:
-        return
     count_LE = replica_count_of(held_LDS.reshape(num_layers, -1), num_experts)
     layer_base = np.arange(num_layers) * num_experts
     held_XS = (held_LDS + layer_base[:, None, None]).reshape(-1, num_slots)
     expert_mean = (mean_LE / count_LE).ravel()
     expert_deviation_B = (deviation_LEB / count_LE[:, :, None]).reshape(num_layers * num_experts, -1)
+    expert_own = (own_LE / count_LE**2).ravel()
     state = _State(
         held_XS=held_XS,
         mean_X=expert_mean[held_XS].sum(axis=1),
         deviation_XB=expert_deviation_B[held_XS].sum(axis=1),
+        own_X=expert_own[held_XS].sum(axis=1),
         expert_mean=expert_mean,
+        expert_own=expert_own,
         expert_deviation_B=expert_deviation_B,
         spread=expected_largest(num_devices),
     )
     idle, half = 0, num_devices // shape.num_domains // 2
-    for turn in range(_MOST_ROUNDS):
+    for turn in range(_MOST_ROUNDS if half else 0):
         heavy_Q, light_Q = _pairs(state.risk(), num_layers, shape, turn)
         idle = 0 if len(heavy_Q) and _swap(state, heavy_Q, light_Q) else idle + 1
         if idle >= half:
             break
     held_LDS[:] = held_XS.reshape(held_LDS.shape) - layer_base[:, None, None]
+    return np.asarray(state.risk().reshape(num_layers, -1).max(axis=1))
 
 
 def _pairs(
@@ -122,6 +135,9 @@ def _swap(state: _State, heavy_Q: IntArray, light_Q: IntArray) -> bool:
     state.mean_X[light] -= moved
     state.deviation_XB[heavy] += moved_B
     state.deviation_XB[light] -= moved_B
+    moved_own = state.expert_own[comes] - state.expert_own[leaves]
+    state.own_X[heavy] += moved_own
+    state.own_X[light] -= moved_own
     return True
 
 
@@ -145,8 +161,11 @@ def _risk_after(
         b_QT = (b_QTB @ x_QB[:, :, None])[:, :, 0]
         return np.asarray(a_QS[:, :, None] - b_QT[:, None, :])
 
-    heavy_square = (heavy_QB**2).sum(axis=1)[:, None, None] - 2 * along(heavy_QB) + apart_QST
-    light_square = (light_QB**2).sum(axis=1)[:, None, None] + 2 * along(light_QB) + apart_QST
+    own_QST = state.expert_own[held_QT][:, None, :] - state.expert_own[held_QS][:, :, None]
+    heavy_Q11 = ((heavy_QB**2).sum(axis=1) + state.own_X[heavy_Q])[:, None, None]
+    light_Q11 = ((light_QB**2).sum(axis=1) + state.own_X[light_Q])[:, None, None]
+    heavy_square = heavy_Q11 - 2 * along(heavy_QB) + apart_QST + own_QST
+    light_square = light_Q11 + 2 * along(light_QB) + apart_QST - own_QST
     heavy_QST = state.mean_X[heavy_Q][:, None, None] + gain_QST
     light_QST = state.mean_X[light_Q][:, None, None] - gain_QST
     heavy_QST = heavy_QST + state.spread * np.sqrt(np.maximum(heavy_square, 0.0))
