@@ -113,8 +113,10 @@ def _with_overloads(
         op = getattr(packet, overload, None)
         if op is not None:
             setattr(replacement, overload, factory(op, gate) if hook_overloads else op)
-    if hasattr(packet, "overloads"):
-        replacement.overloads = packet.overloads
+    # torch walks every packet of a namespace (export's and inductor's decomposition tables do)
+    for name in dir(type(packet)):
+        if not name.startswith("_") and not hasattr(replacement, name):
+            setattr(replacement, name, getattr(packet, name))
     return replacement
 
 

@@ -75,7 +75,7 @@ def model(npu_env, tmp_path_factory):
 
 @pytest.fixture
 def run_ranks(npu_env, model, tmp_path):
-    """Run rank_main.py on ``num_ranks`` ranks (gloo); return what each rank's routers chose, and its metrics."""
+    """Run rank_main.py on ``num_ranks`` ranks (gloo); return each rank's result."""
 
     def run(num_ranks, *overrides, **env):
         with socket.socket() as probe:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A CPU platform for the real verl, by its own extension point: engines registered for NPU then run on CPU tensors.
+"""A CPU platform for the real verl, by its own extension point: engines for NPU then run on CPU tensors.
 
 Import it after ``import verl`` and before its workers.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the routers really chose: forward hooks on the gates, counted by a plain loop, independent of the package."""
+"""What the routers really chose: forward hooks on the gates, counted by a plain loop."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The driver's side with verl's own trainers, trackers and batch metadata; only the worker group is a stand-in."""
+"""The driver's side with verl's own trainers, trackers and batch metadata; the worker group is a stand-in."""
 
 from __future__ import annotations
 

@@ -119,7 +119,8 @@ def test_ray_worker_setup_hook(python, tmp_path):
     """The hook runs first in a Ray worker; it costs a finder until a framework is imported."""
     code = """
 import json, os, ray
-ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, _temp_dir=os.environ["RAY_TMP"], runtime_env={
+quiet = {"include_dashboard": False, "log_to_driver": False}
+ray.init(num_cpus=1, **quiet, _temp_dir=os.environ["RAY_TMP"], runtime_env={
     "worker_process_setup_hook": "rl_insight_hooks.autoload.setup",
     "env_vars": {"RL_INSIGHT_HOOKS": "1", "VERL_USE_EXTERNAL_PLUGINS": "none"},
 })
@@ -145,3 +146,16 @@ ray.shutdown()
     assert early == {"torch": False, "session": False, "armed": True}
     assert op
     assert method
+
+
+def test_torch_still_walks_the_namespace_of_the_operators(python):
+    """Inductor's decomposition table asks every packet of every namespace for its overloads."""
+    code = """
+import json
+import torch, torch_npu
+import rl_insight_hooks as rih
+rih.install()
+from torch.export.decomp_utils import CustomDecompTable
+print(json.dumps([hasattr(torch.ops.npu.npu_grouped_matmul, "__rl_insight_hooks__"), len(CustomDecompTable()) > 0]))
+"""
+    assert python(code) == [True, True]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""verl's precision_debugger (the real msprobe) and the hooks at once: both see every call, each call counts once."""
+"""verl's precision_debugger (the real msprobe) and the hooks at once: both see every call, once."""
 
 from __future__ import annotations
 
