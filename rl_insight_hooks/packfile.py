@@ -7,10 +7,11 @@
 ``lengths``  uint32: length of each ``counts``, in the order in which they stand in ``meta``
 ``planes``   uint8 [width, sum of lengths]: the counts, byte k of every number in row k (it packs better so)
 
-The file appears whole and is read back before any JSON goes, so a kill at any moment loses nothing. A step that is
-both packed and there as JSON counts once, and the JSON wins: it is the same, or a rerun's. Of two packs that hold
-a step, the one that ended later wins. Used by the recorder's writer thread and by ``rl-insight-report pack``: numpy
-is imported on first use, nothing else beyond what the writer has.
+The file appears whole and is read back before any JSON goes, so a kill at any moment loses nothing.
+A step that is both packed and there as JSON counts once, and the JSON wins: it is the same, or a
+rerun's. Of two packs that hold a step, the one that ended later wins. Used by the recorder's writer
+thread and by ``rl-insight-report pack``: numpy is imported on first use, nothing else beyond what
+the writer has.
 """
 
 from __future__ import annotations
@@ -58,8 +59,8 @@ def pack_steps(
 ) -> Path | None:
     """Fold the step files of ``steps`` into one pack and remove them; return its path.
 
-    Steps without a file are left out (an earlier call was killed after packing them). A step file that cannot be
-    read stays where it is, with a warning. None if there was nothing to pack.
+    Steps without a file are left out (an earlier call was killed after packing them). A step file
+    that cannot be read stays where it is, with a warning. None if there was nothing to pack.
 
     Raises:
         OSError: the pack could not be written; every step file is still there.

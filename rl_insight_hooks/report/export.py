@@ -14,7 +14,7 @@ FORMATS = ("csv", "json", "parquet", "msprobe")
 
 
 def format_of(path: str | os.PathLike[str]) -> str:
-    """Return the format that a path's name asks for: its ending; a name without one is a folder, for an msprobe tree.
+    """Return the format that a name asks for: its ending; without one it is a folder, an msprobe tree.
 
     Raises:
         UsageError: the name asks for none of them.
@@ -25,8 +25,8 @@ def format_of(path: str | os.PathLike[str]) -> str:
     if not suffix or Path(path).is_dir():
         return "msprobe"
     raise UsageError(
-        f"{os.fspath(path)}: no export format has this ending; use .csv, .json or .parquet, a name without ending "
-        f"for an msprobe tree, or give --format {'|'.join(FORMATS)}"
+        f"{os.fspath(path)}: no export format has this ending; use .csv, .json or .parquet, a name without "
+        f"ending for an msprobe tree, or give --format {'|'.join(FORMATS)}"
     )
 
 
@@ -39,8 +39,9 @@ def export(
 ) -> list[str]:
     """Write ``table`` to ``path``; return what had to be said differently there, in sentences.
 
-    csv and parquet hold one line per expert (step, role, rank, layer, phase, expert, tokens), json one object per
-    row; experts that a rank does not hold are left out. An msprobe tree holds the forward counts only.
+    csv and parquet hold one line per expert (step, role, rank, layer, phase, expert, tokens), json
+    one object per row; experts that a rank does not hold are left out. An msprobe tree holds the
+    forward counts only.
 
     Raises:
         UsageError: the format is unknown, or the target exists and ``overwrite`` is not set.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Flat exports: one line per (step, role, rank, layer, phase, expert) as csv or parquet, one object per row as json.
+"""Flat exports: csv and parquet with one line per expert, json with one object per row.
 
 Rows without a step, and rows merged over ranks, have an empty cell (csv) or null (json, parquet) there.
 """

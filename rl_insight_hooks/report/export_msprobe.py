@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Export as the msprobe tree that verl writes and that rl-insight's own heatmap reads.
 
-``step_{N}/{role}/step0/rank{R}/dump_tensor_data/NPU.npu_grouped_matmul.{i}.forward.kwargs.group_list.pt``, one call
-per layer, with a dump.json and a stack.json that say what it is, so that our own reader gives the same counts back.
+``step_{N}/{role}/step0/rank{R}/dump_tensor_data/NPU.npu_grouped_matmul.{i}.forward.kwargs.group_list.pt``,
+one call per layer, with a dump.json and a stack.json that say what it is, so that our own reader
+gives the same counts back.
 """
 
 from __future__ import annotations

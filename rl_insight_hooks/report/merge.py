@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks -> global counts: what :func:`load` does with ``merge_ranks`` while reading, for a table already loaded."""
+"""Ranks -> global counts, for a table already loaded; :func:`load` does the same while reading."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import numpy as np
 
@@ -16,13 +17,15 @@ from rl_insight_hooks.report.table import ALL_RANKS, LoadTable
 def merge_ranks(table: LoadTable, aggregate: str = "auto") -> LoadTable:
     """Return ``table`` added up over ranks, one row per (step, role, layer, phase), ``rank_N`` = ALL_RANKS.
 
-    Columns are global expert ids already, so ranks that hold different experts fall into place; pipeline stages have
-    different layers and stay apart. Rows with one ``replica_N`` saw the same tokens and count once. Passes are those
-    of the rank with most; tokens are added up, unknown (-1) if any rank's are.
+    Columns are global expert ids already, so ranks that hold different experts fall into place;
+    pipeline stages have different layers and stay apart. Rows with one ``replica_N`` saw the same
+    tokens and count once. Passes are those of the rank with most; tokens are added up, unknown (-1)
+    if any rank's are.
 
     Args:
         table: rows per rank; rows that are merged already are passed through.
-        aggregate: ``"auto"`` (replicas once, others added), ``"sum"`` (all added), ``"max"`` (largest count of each
+        aggregate: ``"auto"`` (replicas once, others added), ``"sum"`` (all added), ``"max"``
+        (largest count of each
             expert) or ``"one-rank"`` (the lowest rank of each step and role).
 
     Raises:
@@ -39,7 +42,7 @@ def merge_ranks(table: LoadTable, aggregate: str = "auto") -> LoadTable:
     keys = np.stack([table.role_N, table.step_N, table.rank_N], axis=1)
     starts = np.flatnonzero(np.any(keys[1:] != keys[:-1], axis=1)) + 1
     bounds = [0, *starts.tolist(), table.num_rows]
-    for begin, end in zip(bounds[:-1], bounds[1:], strict=True):
+    for begin, end in itertools.pairwise(bounds):
         for block in _blocks(table, begin, end):
             sink.add(block)
     merged = sink.table()

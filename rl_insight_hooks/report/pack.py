@@ -52,8 +52,8 @@ def pack_folder(
 ) -> Packed:
     """Fold the step files below ``folder`` into packs of at most ``every`` steps for each role and rank.
 
-    The newest ``keep`` steps of each role stay JSON, since a running job may still write them. A file that cannot
-    be read, or does not lie in its own folder, stays where it is and is a problem.
+    The newest ``keep`` steps of each role stay JSON, since a running job may still write them. A
+    file that cannot be read, or does not lie in its own folder, stays where it is and is a problem.
 
     Raises:
         DataError: there is nothing to read, or a pack does not read back as written.

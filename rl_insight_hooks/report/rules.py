@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The rules of ``check``: each has an id, and says what is wrong, where, and how to fix it. Pure.
 
-Rules of reading (torn files, missing ranks, ...) are raised by the readers and listed in :data:`RULES` too; the ones
-here look at one step file (:func:`of_file`) or at the whole table (:func:`of_table`).
+Rules of reading (torn files, missing ranks, ...) are raised by the readers and listed in
+:data:`RULES` too; the ones here look at one step file (:func:`of_file`) or at the whole table
+(:func:`of_table`).
 """
 
 from __future__ import annotations
@@ -236,7 +237,7 @@ def _conservation(table: LoadTable) -> Iterator[Problem]:
 
 
 def _uneven_totals(table: LoadTable) -> Iterator[Problem]:
-    """A rank that holds all experts routes every token in every layer: layers with equal passes have equal totals."""
+    """A rank that holds all experts routes every token in every layer: totals are equal."""
     usable = _is_whole(table) & (table.layer_N != UNKNOWN_LAYER) & (table.num_tokens_N < 0)
     sums = table.counts_NE.sum(axis=1)
     rows = np.flatnonzero(usable & (table.phase_N == _forward(table)))
@@ -247,8 +248,8 @@ def _uneven_totals(table: LoadTable) -> Iterator[Problem]:
             yield _warning(
                 "uneven-totals",
                 where_of(table, int(low), with_layer=False),
-                f"layer {table.layer_label(int(table.layer_N[low]))} got {int(totals.min())} assignments, layer "
-                f"{table.layer_label(int(table.layer_N[high]))} {int(totals.max())}",
+                f"layer {table.layer_label(int(table.layer_N[low]))} got {int(totals.min())} assignments, "
+                f"layer {table.layer_label(int(table.layer_N[high]))} {int(totals.max())}",
                 "Expert parallelism without ep_size, tokens dropped by capacity, or lost calls.",
             )
 

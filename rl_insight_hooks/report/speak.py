@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What commands say besides their data: findings and progress on stderr, JSON on stdout, the incomplete exit."""
+"""What commands say besides their data: findings and progress on stderr, the exit for lost data."""
 
 from __future__ import annotations
 

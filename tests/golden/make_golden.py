@@ -15,7 +15,9 @@ from typing import Any
 Row = list[Any]  # [step, role, rank, layer, phase, first expert, counts]
 
 
-def load_file(step: int | None, role: str, rank: int, first: int, records: list[dict[str, Any]]) -> Any:
+def load_file(
+    step: int | None, role: str, rank: int, first: int, records: list[dict[str, Any]]
+) -> Any:
     return {
         "schema_version": 1,
         "producer": {"name": "rl_insight_hooks", "version": "0.1.0"},
@@ -102,7 +104,7 @@ def collects_all(root: Path) -> list[Row]:
 
 
 def dump(folder: Path, calls: list[dict[str, Any]], *, jsons: bool = True) -> None:
-    """Write calls ``{values, type, group, x, weight, stack}`` as msprobe does (facts: level L1, task tensor)."""
+    """Write calls ``{values, type, group, x, weight, stack}`` as msprobe does (level L1, task tensor)."""
     import torch
 
     tensors = folder / "dump_tensor_data"
@@ -118,18 +120,26 @@ def dump(folder: Path, calls: list[dict[str, Any]], *, jsons: bool = True) -> No
             kwargs["group_list"] = [{"type": "int", "value": value} for value in values]
         else:
             torch.save(torch.tensor(values), tensors / name)
-            kwargs["group_list"] = {"type": "torch.Tensor", "dtype": "torch.int64", "data_name": name}
+            kwargs["group_list"] = {
+                "type": "torch.Tensor",
+                "dtype": "torch.int64",
+                "data_name": name,
+            }
         if call["group"] is not None:
             kwargs["group_type"] = {"type": "int", "value": call["group"]}
         if call["type"] is not None:
             kwargs["group_list_type"] = {"type": "int", "value": call["type"]}
-        args = [[{"type": "torch.Tensor", "shape": call["x"]}], [{"type": "torch.Tensor", "shape": call["weight"]}]]
+        args = [[{"type": "torch.Tensor", "shape": call[name]}] for name in ("x", "weight")]
         data[api] = {"input_args": args, "input_kwargs": kwargs}
         stacks.setdefault(call["stack"][0], ([], call["stack"]))[0].append(api)
     if jsons:
-        (folder / "dump.json").write_text(json.dumps({"task": "tensor", "level": "L1", "data": data}))
+        (folder / "dump.json").write_text(
+            json.dumps({"task": "tensor", "level": "L1", "data": data})
+        )
         (folder / "stack.json").write_text(
-            json.dumps({str(n): [names, frames] for n, (names, frames) in enumerate(stacks.values())})
+            json.dumps(
+                {str(n): [names, frames] for n, (names, frames) in enumerate(stacks.values())}
+            )
         )
         (folder / "construct.json").write_text("{}")
 
@@ -140,7 +150,14 @@ DOWN = ["File /m.py, line 2, in forward, \n down"]
 
 def layer(values: list[int], kind: int | None = 1, group: int | None = 0) -> list[dict[str, Any]]:
     """Two calls: 8 -> 6 and 6 -> 8."""
-    up = {"values": values, "type": kind, "group": group, "x": [9, 8], "weight": [2, 8, 6], "stack": UP}
+    up = {
+        "values": values,
+        "type": kind,
+        "group": group,
+        "x": [9, 8],
+        "weight": [2, 8, 6],
+        "stack": UP,
+    }
     down = {**up, "x": [9, 6], "weight": [2, 6, 8], "stack": DOWN}
     return [up, down]
 
@@ -149,7 +166,10 @@ def msprobe_native(root: Path) -> list[Row]:
     # cumulative lists (no group_list_type key), a list of ints, and two neighbours with equal counts
     calls = [*layer([4, 9], None, None), *layer([4, 9], None, None)]
     dump(root / "step4" / "rank0", calls)
-    dump(root / "step4" / "rank1", [dict(call, as_list=True) for call in [*layer([0, 9]), *layer([2, 9])]])
+    dump(
+        root / "step4" / "rank1",
+        [dict(call, as_list=True) for call in [*layer([0, 9]), *layer([2, 9])]],
+    )
     return [
         [4, "msprobe", 0, 0, "forward", 0, [4, 5]],
         [4, "msprobe", 0, 1, "forward", 0, [4, 5]],
@@ -174,7 +194,10 @@ def msprobe_flat(root: Path) -> list[Row]:
 
     root.mkdir(parents=True)
     for index, values in enumerate([[3, 1], [3, 1], [3, 1], [0, 4], [0, 4], [0, 4]]):
-        torch.save(torch.tensor(values), root / f"NPU.npu_grouped_matmul.{index}.forward.kwargs.group_list.pt")
+        torch.save(
+            torch.tensor(values),
+            root / f"NPU.npu_grouped_matmul.{index}.forward.kwargs.group_list.pt",
+        )
     return [
         [None, "msprobe", 0, 0, "forward", 0, [3, 1]],
         [None, "msprobe", 0, 1, "forward", 0, [0, 4]],
@@ -201,7 +224,10 @@ def sglang(root: Path) -> list[Row]:
     windows[2, 1:] = torch.tensor([[4, 4], [0, 8]])
     stored = {"rank": 0, "logical_count": windows, "average_utilization_rate_over_window": 0.75}
     torch.save(stored, root / "expert_distribution_recorder_1700000000.5.pt")
-    return [[None, "rollout", None, 1, "forward", 0, [5, 6]], [None, "rollout", None, 2, "forward", 0, [3, 8]]]
+    return [
+        [None, "rollout", None, 1, "forward", 0, [5, 6]],
+        [None, "rollout", None, 2, "forward", 0, [3, 8]],
+    ]
 
 
 def trtllm(root: Path) -> list[Row]:
@@ -210,11 +236,17 @@ def trtllm(root: Path) -> list[Row]:
 
     root.mkdir(parents=True)
     save_file(
-        {"100_3": torch.tensor([1, 2, 3], dtype=torch.int32), "101_3": torch.tensor([0, 0, 6], dtype=torch.int32)},
+        {
+            "100_3": torch.tensor([1, 2, 3], dtype=torch.int32),
+            "101_3": torch.tensor([0, 0, 6], dtype=torch.int32),
+        },
         root / "rank0.safetensors",
     )
     (root / "meta_info.json").write_text(json.dumps({"num_experts": 3, "num_experts_per_token": 2}))
-    return [[100, "rollout", 0, 3, "forward", 0, [1, 2, 3]], [101, "rollout", 0, 3, "forward", 0, [0, 0, 6]]]
+    return [
+        [100, "rollout", 0, 3, "forward", 0, [1, 2, 3]],
+        [101, "rollout", 0, 3, "forward", 0, [0, 0, 6]],
+    ]
 
 
 FORMATS = (

@@ -4,14 +4,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 
 
 def check(
     data: Annotated[
-        Optional[list[Path]],
+        list[Path] | None,
         typer.Argument(help="Files or folders; formats are recognised.", metavar="DATA..."),
     ] = None,
     rules: Annotated[bool, typer.Option("--rules", help="List all rules, and stop.")] = False,

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 
@@ -23,14 +23,14 @@ def export(
         ),
     ],
     format: Annotated[
-        Optional[str],
+        str | None,
         typer.Option("--format", help="csv, json, parquet or msprobe; else from the name."),
     ] = None,
-    step: Annotated[Optional[str], typer.Option("--step", help="Steps: 1,3-7.")] = None,
-    role: Annotated[Optional[str], typer.Option("--role", help="Roles: a,b.")] = None,
-    rank: Annotated[Optional[str], typer.Option("--rank", help="Ranks: 0,1 or all.")] = None,
-    layer: Annotated[Optional[str], typer.Option("--layer", help="Layers: 0,3-7.")] = None,
-    phase: Annotated[Optional[str], typer.Option("--phase", help="Phases: forward,...")] = None,
+    step: Annotated[str | None, typer.Option("--step", help="Steps: 1,3-7.")] = None,
+    role: Annotated[str | None, typer.Option("--role", help="Roles: a,b.")] = None,
+    rank: Annotated[str | None, typer.Option("--rank", help="Ranks: 0,1 or all.")] = None,
+    layer: Annotated[str | None, typer.Option("--layer", help="Layers: 0,3-7.")] = None,
+    phase: Annotated[str | None, typer.Option("--phase", help="Phases: forward,...")] = None,
     merge: Annotated[
         bool, typer.Option("--merge-ranks", help="Add up over ranks to global expert ids.")
     ] = False,
@@ -38,10 +38,10 @@ def export(
         str, typer.Option("--aggregate", help="Of --merge-ranks: auto, sum, max or one-rank.")
     ] = "auto",
     gmm_per_layer: Annotated[
-        Optional[int], typer.Option("--gmm-per-layer", help="msprobe: calls of one layer pass.")
+        int | None, typer.Option("--gmm-per-layer", help="msprobe: calls of one layer pass.")
     ] = None,
     ep_size: Annotated[
-        Optional[int], typer.Option("--ep-size", help="msprobe, Megatron: expert-parallel size.")
+        int | None, typer.Option("--ep-size", help="msprobe, Megatron: expert-parallel size.")
     ] = None,
     strict: Annotated[
         bool, typer.Option("--strict", help="Stop at the first file that cannot be read.")

@@ -97,7 +97,7 @@ class ReadContext:
 
 
 def listed(problems: list[Problem]) -> tuple[Problem, ...]:
-    """Return ``problems``, worst first, with at most ``MAX_LISTED_PER_RULE`` of each rule and a count of the rest."""
+    """Return ``problems``, worst first; of each rule ``MAX_LISTED_PER_RULE``, and a count of the rest."""
     order = {SEVERITY_ERROR: 0, SEVERITY_WARNING: 1, SEVERITY_NOTE: 2}
     num_of_rule: dict[tuple[str, str], int] = {}
     kept: list[Problem] = []

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Give the grouped-matmul calls of a dump to phases, layer passes and layers. Pure.
 
-A *pass* is one run of one phase through one MoE layer: 2 or 3 calls (gate, up, down) that share one group_list.
-What separates two passes is never the equality of their counts alone, so that two neighbouring layers with equal
-counts stay two. Shape letters: c calls, p passes, e experts, L layers.
+A *pass* is one run of one phase through one MoE layer: 2 or 3 calls (gate, up, down) that share one
+group_list. What separates two passes is never the equality of their counts alone, so that two
+neighbouring layers with equal counts stay two. Shape letters: c calls, p passes, e experts, L
+layers.
 """
 
 from __future__ import annotations
@@ -59,7 +60,8 @@ def passes_of(calls: Calls, gmm_per_layer: int | None) -> Passes:
         )
     elif calls.has_dump:
         assumptions = [
-            "msprobe dump without stack.json: forward, recompute and backward told apart by group_type and order"
+            "msprobe dump without stack.json: forward, recompute and backward told apart by group_type "
+            "and order"
         ]
         starts, phases = _split_by_order(calls, gmm_per_layer)
     else:
@@ -137,8 +139,9 @@ def _split_known(
 def split_forward(calls: Calls, numbers: list[int], gmm_per_layer: int | None) -> list[list[int]]:
     """Split forward (or recompute) calls, given in order, into layer passes.
 
-    In this order: ``gmm_per_layer`` where given; a call from the same place as an earlier one of the pass begins
-    a new pass; a pass that came back to the width it began with is over; a change of the list begins a new pass.
+    In this order: ``gmm_per_layer`` where given; a call from the same place as an earlier one of
+    the pass begins a new pass; a pass that came back to the width it began with is over; a change
+    of the list begins a new pass.
     """
     counts = calls.counts_ce
     groups: list[list[int]] = []
@@ -146,9 +149,7 @@ def split_forward(calls: Calls, numbers: list[int], gmm_per_layer: int | None) -
     closed = True
     for number in numbers:
         stack = int(calls.stack_c[number])
-        if not groups:
-            begins = True
-        elif (counts[number] != counts[groups[-1][0]]).any():
+        if not groups or (counts[number] != counts[groups[-1][0]]).any():
             begins = True
         elif gmm_per_layer is not None:
             begins = len(groups[-1]) >= gmm_per_layer
@@ -220,8 +221,9 @@ def _tell_recompute(
 ) -> list[str]:
     """Return forward or recompute for each forward-like pass.
 
-    The passes right before a backward part are recomputed if they repeat, with equal counts, earlier passes that
-    have had no backward yet, in the order in which the backward part undoes them.
+    The passes right before a backward part are recomputed if they repeat, with equal counts,
+    earlier passes that have had no backward yet, in the order in which the backward part undoes
+    them.
     """
     names = [PHASE_FORWARD] * len(groups)
     counts = calls.counts_ce
@@ -300,7 +302,8 @@ def _passes_of_runs(calls: Calls, gmm_per_layer: int | None) -> Passes:
             f"msprobe dump without dump.json and stack.json: {size} calls taken as one layer pass ({how})",
             *(
                 [
-                    "msprobe dump without dump.json and stack.json: backward calls told from forward by run length"
+                    "msprobe dump without dump.json and stack.json: backward calls told from forward by "
+                    "run length"
                 ]
                 if backward
                 else []
@@ -346,10 +349,10 @@ def _plan_of_runs(units: npt.NDArray[np.int64]) -> list[list[str]]:
 def number_of_layers(dumps: list[Passes], given: int | None) -> tuple[int, str | None]:
     """Return (L, assumption or None): MoE layers of one rank, from all dumps of that rank.
 
-    A run of forward passes that a backward part ends is one micro-batch, or several where all forwards come before
-    all backwards. These are told apart by the order in which backward undoes them, and by their token totals.
-    Without any backward, L is the largest number that divides the passes of every dump (or of most of them,
-    where lost calls spoil the rest).
+    A run of forward passes that a backward part ends is one micro-batch, or several where all
+    forwards come before all backwards. These are told apart by the order in which backward undoes
+    them, and by their token totals. Without any backward, L is the largest number that divides the
+    passes of every dump (or of most of them, where lost calls spoil the rest).
     """
     if given is not None:
         return given, None
@@ -367,8 +370,8 @@ def number_of_layers(dumps: list[Passes], given: int | None) -> tuple[int, str |
     whole = [dump for dump in dumps if dump.num_forward and dump.num_forward % number == 0]
     number = _divided(number, [hint for dump in whole for hint in _token_stretches(dump)])
     return number, (
-        f"msprobe dump without a backward pass: {number} MoE layers assumed (the largest number that divides the "
-        "forward passes of the dumps); give num_moe_layers if that is wrong"
+        f"msprobe dump without a backward pass: {number} MoE layers assumed (the largest number that divides "
+        "the forward passes of the dumps); give num_moe_layers if that is wrong"
     )
 
 
@@ -386,15 +389,16 @@ def _usual_divisor(totals: list[int]) -> int:
 
 
 def _divided(number: int, hints: list[int]) -> int:
-    """Return the greatest common divisor of ``number`` and ``hints``; hints that contradict it count for nothing."""
+    """Return the greatest common divisor; hints that contradict ``number`` count for nothing."""
     return math.gcd(number, *hints) if all(number % hint == 0 for hint in hints) else number
 
 
 def _undone_in_turn(dump: Passes) -> list[int]:
     """Return the number of layers, for each place where backward goes on with the next micro-batch.
 
-    Backward undoes the layers of a micro-batch from last to first: its forward passes are met at falling positions.
-    Where micro-batches are undone first to last, the position then rises by 2 L - 1.
+    Backward undoes the layers of a micro-batch from last to first: its forward passes are met at
+    falling positions. Where micro-batches are undone first to last, the position then rises by 2 L
+    - 1.
     """
     position_of: dict[bytes, list[int]] = {}
     met: list[int] = []
@@ -413,7 +417,7 @@ def _undone_in_turn(dump: Passes) -> list[int]:
 
 
 def _token_stretches(dump: Passes) -> list[int]:
-    """Return lengths of stretches of forward passes with one token total, if the totals tell micro-batches apart.
+    """Return lengths of stretches of forward passes with one token total, where that says something.
 
     Where a rank holds all experts, every layer of a micro-batch routes the same number of tokens. Where it does
     not (expert parallelism), totals change from layer to layer, and nothing is returned.

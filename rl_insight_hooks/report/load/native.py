@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reader of our own ``group_list.json``, every schema version, fast.
 
-The structs are those of :mod:`rl_insight_hooks.schema`, with one change: ``counts`` stays raw bytes and is turned
-into an array without making a Python object per number. What the fast way does not take for plain digits goes
-through the schema's own decoder, which names what is wrong.
+The structs are those of :mod:`rl_insight_hooks.schema`, with one change: ``counts`` stays raw bytes
+and is turned into an array without making a Python object per number. What the fast way does not
+take for plain digits goes through the schema's own decoder, which names what is wrong.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _MAX_DIGITS = 18  # of an int64
 
 
 def _fields_of(struct: type[msgspec.Struct], **replaced: Any) -> list[Any]:
-    """Return ``defstruct`` fields of ``struct`` with some types replaced, so that the lean twin cannot drift."""
+    """Return ``defstruct`` fields of ``struct``, some types replaced: the lean twin cannot drift."""
     out: list[Any] = []
     for info in msgspec.structs.fields(struct):
         kind = replaced.get(info.name, info.type)

@@ -19,8 +19,8 @@ from rl_insight_hooks.schema import SCHEMA_VERSION
 def read_packed(paths: list[str], sink: Sink, context: ReadContext) -> None:
     """Put every step of every pack into ``sink`` that is not there already.
 
-    Call it after the JSON files were read: a step that is both counts once, and the JSON wins. Of two packs that
-    hold a step, the one that ended later wins.
+    Call it after the JSON files were read: a step that is both counts once, and the JSON wins. Of
+    two packs that hold a step, the one that ended later wins.
     """
     best: dict[tuple[int, str, int], float] = {}
     if len(paths) > 1:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Read step files in several processes. Pays from some thousand files on; the result is the same as with one.
 
-Workers decode; the parent folds. Blocks come back in file order, counts as narrow as they fit, so that the pipes
-are not the bottleneck.
+Workers decode; the parent folds. Blocks come back in file order, counts as narrow as they fit, so
+that the pipes are not the bottleneck.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reader of SGLang's ``expert_distribution_recorder_<time>.pt``, without torch and without unpickling.
 
-``stat`` modes: ``{"rank", "logical_count" [windows, layers, experts], ...}``, all-reduced over ranks. The windows are
-a ring buffer, not in time order, unfilled ones zero: they are added up. Layers are all decoder layers; those that are
-zero in every window are dense. Detail modes: ``{"records", "last_physical_to_logical_map"}``; the records' counts of
-physical slots are mapped to logical experts.
+``stat`` modes: ``{"rank", "logical_count" [windows, layers, experts], ...}``, all-reduced over
+ranks. The windows are a ring buffer, not in time order, unfilled ones zero: they are added up.
+Layers are all decoder layers; those that are zero in every window are dense. Detail modes:
+``{"records", "last_physical_to_logical_map"}``; the records' counts of physical slots are mapped to
+logical experts.
 """
 
 from __future__ import annotations

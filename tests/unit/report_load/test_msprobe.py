@@ -47,11 +47,10 @@ def truth(shared):
 def test_real_dump_gives_the_routers_own_counts(shared, truth, tmp_path, lost):
     root = tmp_path / "dump"
     shutil.copytree(shared / "msprobe_verl", root)
-    for folder, _, names in os.walk(root):
-        os.chmod(folder, 0o755)
-        for name in names:
-            if name in lost:
-                os.remove(os.path.join(folder, name))
+    os.system(f"chmod -R u+w {root}")
+    for name in lost:
+        for path in root.rglob(name):
+            path.unlink()
     table = load(root, merge_ranks=True)
     assert _forward_counts(table) == truth
     assert table.problems == ()
@@ -74,7 +73,7 @@ def test_real_dump_has_recompute_and_backward_apart(shared):
 def test_a_dump_that_lost_calls_is_not_taken_for_complete(
     shared, tmp_path, by_rule, num_kept, kept_json
 ):
-    """msprobe loses calls under non-reentrant checkpointing: 15 of 96 are dumped, or all forwards and 3 more."""
+    """msprobe loses calls under non-reentrant checkpointing: 15 or 27 of 96 are dumped."""
     root = tmp_path / "dump"
     shutil.copytree(shared / "msprobe_verl", root)
     os.system(f"chmod -R u+w {root}")
@@ -298,7 +297,7 @@ def test_equal_layers_of_tensors_alone_need_gmm_per_layer(tmp_path):
         run.layer(number, [5, 0, 2, 1], recompute=False)
     run.write(tmp_path / "step0" / "rank0", dump=False, stack=False)
     table = load(tmp_path, gmm_per_layer=2)
-    assert _counts_by_layer(table) == dict.fromkeys(range(4), [5, 0, 2, 1])
+    assert _counts_by_layer(table) == {layer: [5, 0, 2, 1] for layer in range(4)}
 
 
 def test_layers_of_forward_only_dumps_come_from_another_stage(tmp_path):

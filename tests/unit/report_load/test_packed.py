@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import shutil
 import signal
@@ -294,4 +293,4 @@ def test_relative_folder_is_packed_too(tmp_path, write_step, monkeypatch):
     write_step(tmp_path / "run", 1, "actor", 0, {0: [1, 1]})
     monkeypatch.chdir(tmp_path)
     assert pack_folder("run", keep=0).num_files == 1
-    assert os.listdir(tmp_path / "run") == ["packed"]
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["packed"]

@@ -16,7 +16,7 @@ from rl_insight_hooks.report.load import load
 def test_nothing_there_names_the_path_and_what_was_expected(tmp_path):
     with pytest.raises(DataError, match=r"no/such.*cannot be opened.*Expected: group_list.json"):
         load(tmp_path / "no" / "such")
-    with pytest.raises(DataError, match="nothing to read.*Expected"):
+    with pytest.raises(DataError, match=r"nothing to read.*Expected"):
         load(tmp_path)
     (tmp_path / "a.png").write_bytes(b"x")
     (tmp_path / "config.json").write_text("{}")
@@ -219,9 +219,9 @@ def test_bad_steps_are_usage_errors_that_name_the_part(tmp_path, write_step, spe
 
 def test_an_unknown_role_or_phase_is_named_with_the_nearest(tmp_path, write_step):
     _steps(tmp_path, write_step)
-    with pytest.raises(UsageError, match="no role 'actr'; did you mean 'actor'.*actor, rollout"):
+    with pytest.raises(UsageError, match=r"no role 'actr'; did you mean 'actor'.*actor, rollout"):
         load(tmp_path, roles="actr")
-    with pytest.raises(UsageError, match="no phase 'forwrd'; did you mean 'forward'"):
+    with pytest.raises(UsageError, match=r"no phase 'forwrd'; did you mean 'forward'"):
         load(tmp_path, phases="forwrd")
 
 
