@@ -16,11 +16,11 @@ from rl_insight_hooks.rebalance.shape import Shape
 def align(new_LDS: IntArray, old_LDS: IntArray, shape: Shape) -> IntArray:
     """Return ``new_LDS`` with devices and slots reordered to match ``old_LDS``.
 
-    Nodes are matched first where groups stay on nodes, then the devices of matched nodes; each time the two with
-    most experts in common, then the next (greedy). A slot that keeps its expert keeps its position.
+    Nodes are matched first where groups stay on nodes, then the devices of matched nodes; each time the two
+    with most experts in common, then the next (greedy). A slot that keeps its expert keeps its position.
     """
     common_LDD = overlap(old_LDS, new_LDS, shape.num_experts)
-    num_layers, num_devices, num_slots = new_LDS.shape
+    num_layers, num_devices, _ = new_LDS.shape
     size = num_devices // shape.num_domains
     shaped = common_LDD.reshape(num_layers, shape.num_domains, size, shape.num_domains, size)
     node_LN = match(shaped.sum(axis=(2, 4)))
@@ -28,7 +28,8 @@ def align(new_LDS: IntArray, old_LDS: IntArray, shape: Shape) -> IntArray:
     in_node_LNII = shaped.transpose(0, 1, 3, 2, 4)[rows, np.arange(shape.num_domains), node_LN]
     inner = match(in_node_LNII.reshape(-1, size, size)).reshape(num_layers, -1, size)
     device_LD = (node_LN[:, :, None] * size + inner).reshape(num_layers, num_devices)
-    return keep_slots(new_LDS[rows, device_LD], old_LDS)
+    renumbered_LDS: IntArray = new_LDS[rows, device_LD]
+    return keep_slots(renumbered_LDS, old_LDS)
 
 
 def overlap(old_LDS: IntArray, new_LDS: IntArray, num_experts: int) -> IntArray:
@@ -38,7 +39,8 @@ def overlap(old_LDS: IntArray, new_LDS: IntArray, num_experts: int) -> IntArray:
     layers, devices = np.arange(num_layers)[:, None, None], np.arange(num_devices)[None, :, None]
     held[0, layers, devices, old_LDS] = 1
     held[1, layers, devices, new_LDS] = 1
-    return np.rint(held[0] @ held[1].transpose(0, 2, 1)).astype(np.int64)
+    common_LDD: IntArray = np.rint(held[0] @ held[1].transpose(0, 2, 1)).astype(np.int64)
+    return common_LDD
 
 
 def match(common_KII: IntArray) -> IntArray:
@@ -56,7 +58,9 @@ def match(common_KII: IntArray) -> IntArray:
 
 
 def keep_slots(new_LDS: IntArray, old_LDS: IntArray) -> IntArray:
-    """Return ``new_LDS`` with the slots of each device reordered: kept experts in their old slots, others fill up."""
+    """Return ``new_LDS`` with the slots of each device reordered: kept experts in their old slots,
+    others fill up.
+    """
     same = old_LDS[..., :, None] == new_LDS[..., None, :]  # [L, D, old slot, new slot]
     kept_new = same.any(axis=2)
     kept_old = same.any(axis=3)

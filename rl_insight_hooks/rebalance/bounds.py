@@ -40,13 +40,9 @@ def lower_bound(
 
 def bound_of_shape(weight_LE: FloatArray, shape: Shape) -> FloatArray:
     """Return :func:`lower_bound` for a checked shape."""
-    return np.maximum.reduce(
-        [
-            weight_LE.sum(axis=1) / shape.num_devices,
-            replication_bound(weight_LE, shape),
-            group_bound(weight_LE, shape),
-        ]
-    )
+    mean_L = weight_LE.sum(axis=1) / shape.num_devices
+    spread_L = np.maximum(mean_L, group_bound(weight_LE, shape))
+    return np.asarray(np.maximum(spread_L, replication_bound(weight_LE, shape)))
 
 
 def replication_bound(weight_LE: FloatArray, shape: Shape) -> FloatArray:

@@ -37,9 +37,7 @@ def exchanges(slots_per_device: int) -> Exchanges:
     size = slots_per_device
     if math.comb(2 * size, size) // 2 <= _MOST_COLUMNS:
         # Slot 0 stays: the complement of a split only renames the two devices.
-        halves = [
-            (0, *rest) for rest in itertools.combinations(range(1, 2 * size), size - 1)
-        ]
+        halves = [(0, *rest) for rest in itertools.combinations(range(1, 2 * size), size - 1)]
     else:
         halves = list(itertools.islice(_small_changes(size), _MOST_COLUMNS))
     keep_TM = np.zeros((2 * size, len(halves)))

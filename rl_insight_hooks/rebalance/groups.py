@@ -7,6 +7,7 @@ Shape letters: L layers, G groups, N nodes, C ways to give the groups to the nod
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 
 import numpy as np
@@ -22,7 +23,8 @@ _SEARCH_ROUNDS = 64
 def num_ways(num_groups: int, num_nodes: int) -> int:
     """Return how many ways there are to give the groups to equal nodes, nodes not told apart."""
     share = num_groups // num_nodes
-    return math.factorial(num_groups) // (math.factorial(share) ** num_nodes * math.factorial(num_nodes))
+    same = math.factorial(share) ** num_nodes * math.factorial(num_nodes)
+    return math.factorial(num_groups) // int(same)
 
 
 def enumerable(num_groups: int, num_nodes: int) -> bool:
@@ -51,15 +53,13 @@ def all_ways(num_groups: int, num_nodes: int) -> IntArray:
 
 
 def _choose(items: tuple[int, ...], num: int) -> list[tuple[int, ...]]:
-    import itertools
-
     return list(itertools.combinations(items, num))
 
 
 def node_loads(load_LG: FloatArray, num_nodes: int) -> FloatArray:
     """Return the node loads of every way, float [L, C, N]."""
     ways_CNG = all_ways(load_LG.shape[1], num_nodes)
-    return load_LG[:, ways_CNG].sum(axis=3)
+    return np.asarray(load_LG[:, ways_CNG].sum(axis=3))
 
 
 def give_groups(load_LG: FloatArray, num_nodes: int) -> IntArray:
@@ -78,7 +78,9 @@ def give_groups(load_LG: FloatArray, num_nodes: int) -> IntArray:
 
 
 def best_ways(load_LG: FloatArray, num_nodes: int, num: int) -> IntArray:
-    """Return the ``num`` best ways of each layer, best first, int [L, num], as indices into :func:`all_ways`."""
+    """Return the ``num`` best ways of each layer, best first, int [L, num], as indices into
+    :func:`all_ways`.
+    """
     load_LCN = node_loads(load_LG, num_nodes)
     heaviest_LC = load_LCN.max(axis=2)
     total_L1 = np.maximum(load_LG.sum(axis=1, keepdims=True), np.finfo(np.float64).tiny)

@@ -73,9 +73,9 @@ def forecast(history_WLE: npt.NDArray[Any], half_life: float | None = None) -> F
 
     The mean is the sum over windows, each weighted by ``0.5 ** (age / half_life)``. Windows (or blocks of
     consecutive ones, 32 at most) are taken as independent samples of the layer's shares: a block with t tokens
-    deviates by ``c - t * share``. Both the past sum and the coming one vary by that, hence the factor sqrt(2); the
-    factor sqrt(B / (B - 1)) makes the variance unbiased. Tokens add up over windows, so a window counts by its
-    tokens.
+    deviates by ``c - t * share``. Both the past sum and the coming one vary by that, hence the factor
+    sqrt(2); the factor sqrt(B / (B - 1)) makes the variance unbiased. Tokens add up over windows, so a
+    window counts by its tokens.
 
     Raises:
         UsageError: ``half_life`` is not positive.

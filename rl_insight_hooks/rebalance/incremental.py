@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """A better placement at the price of few expert transfers.
 
-Each layer is improved step by step; a step is a swap of two experts between devices (two transfers) or a replica
-replaced by one of another expert (one transfer). Beside its steps a layer may also take the full plan, renumbered to
-match (many transfers). What each layer gets is then chosen over all layers by gain per transfer.
+Each layer is improved step by step; a step is a swap of two experts between devices (two transfers) or a
+replica replaced by one of another expert (one transfer). Beside its steps a layer may also take the full
+plan, renumbered to match (many transfers). What each layer gets is then chosen over all layers by gain per
+transfer.
 
 Shape letters: L layers, E experts, P slots, D devices, S slots of one device, C candidate steps.
 """
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import numpy as np
@@ -53,11 +55,12 @@ def replan(
         max_moves: most transfers over all layers; a float below 1 is a share of all slots; None is no limit.
 
     Returns:
-        The placement, whose slots hold the same expert as before wherever no transfer goes, and the transfers, by
-        layer and slot.
+        The placement, whose slots hold the same expert as before wherever no transfer goes, and the
+        transfers, by layer and slot.
 
     Raises:
-        UsageError: the sizes do not fit, ``max_moves`` is negative, or ``old`` breaks its own promise on groups.
+        UsageError: the sizes do not fit, ``max_moves`` is negative, or ``old`` breaks its own promise on
+        groups.
     """
     history_WLE = as_history(load)
     if history_WLE.shape[1:] != (old.num_layers, old.num_experts):
@@ -104,7 +107,9 @@ def _choose(
     weight_LE: FloatArray,
     budget: int,
 ) -> IntArray:
-    """Return the state of each layer, int [L, D, S]: most gain of max/mean over all layers within the budget."""
+    """Return the state of each layer, int [L, D, S]: most gain of max/mean over all layers within
+    the budget.
+    """
     full_moves_L = _num_moves(old_LDS, full_LDS)
     full_ratio_L = max_over_mean(_loads(full_LDS, weight_LE))
     ladders: list[list[Point]] = []
@@ -114,7 +119,7 @@ def _choose(
     rungs = sorted(
         (-(low.max_over_mean - high.max_over_mean) / (high.num_moves - low.num_moves), row, rung)
         for row, ladder in enumerate(ladders)
-        for rung, (low, high) in enumerate(zip(ladder[:-1], ladder[1:], strict=True))
+        for rung, (low, high) in enumerate(itertools.pairwise(ladder))
     )
     level = [0] * len(ladders)
     left = budget
@@ -144,7 +149,9 @@ def _slope(low: Point, high: Point) -> float:
 def _loads(held_LDS: IntArray, weight_LE: FloatArray) -> FloatArray:
     flat_LP = held_LDS.reshape(len(held_LDS), -1)
     each_LE = weight_LE / np.maximum(replica_count_of(flat_LP, weight_LE.shape[1]), 1)
-    return np.asarray(np.take_along_axis(each_LE, flat_LP, axis=1).reshape(held_LDS.shape).sum(axis=2))
+    return np.asarray(
+        np.take_along_axis(each_LE, flat_LP, axis=1).reshape(held_LDS.shape).sum(axis=2)
+    )
 
 
 def _num_moves(old_LDS: IntArray, new_LDS: IntArray) -> IntArray:
@@ -156,10 +163,12 @@ def _num_moves(old_LDS: IntArray, new_LDS: IntArray) -> IntArray:
 def moves_between(old: Placement, new: Placement) -> list[Move]:
     """Return the transfers that turn ``old`` into ``new``; moves between slots of one device are none.
 
-    All are read from the old state. A transfer comes from the holder on the same node, if there is one, that has sent
-    least so far in this layer.
+    All are read from the old state. A transfer comes from the holder on the same node, if there is one, that
+    has sent least so far in this layer.
     """
-    size = old.num_devices // old.shape.num_nodes if old.num_devices % old.shape.num_nodes == 0 else 1
+    size = (
+        old.num_devices // old.shape.num_nodes if old.num_devices % old.shape.num_nodes == 0 else 1
+    )
     num_slots = new.shape.slots_per_device
     moves: list[Move] = []
     known = (new.per_device[..., :, None] == old.per_device[..., None, :]).any(axis=3)
@@ -168,9 +177,7 @@ def moves_between(old: Placement, new: Placement) -> list[Move]:
         expert = int(new.per_device[row, device, slot])
         slots = old.logical_to_physical[row, expert]
         holders = {int(s) // num_slots for s in slots[slots >= 0]}
-        source = min(
-            holders, key=lambda d: (d // size != device // size, sent.get((row, d), 0), d)
-        )
+        source = min(holders, key=lambda d: (d // size != device // size, sent.get((row, d), 0), d))
         sent[row, source] = sent.get((row, source), 0) + 1
         moves.append(
             Move(

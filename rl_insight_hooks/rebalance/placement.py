@@ -6,6 +6,7 @@ Slots are device-major: device d holds slots ``d * S`` to ``d * S + S - 1``. Dev
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -78,7 +79,9 @@ def make_placement(
     try:
         raw: Any = np.asarray(physical_to_logical)
     except ValueError:
-        raise DataError("the placement's layers differ in length; all need the same slots") from None
+        raise DataError(
+            "the placement's layers differ in length; all need the same slots"
+        ) from None
     if raw.ndim != 2 or raw.dtype.kind not in "iu":
         raise DataError(
             f"a placement must be whole numbers [layers, slots]; this is {raw.dtype} {list(raw.shape)}"
@@ -89,7 +92,7 @@ def make_placement(
     ids = tuple(range(num_layers)) if layer_ids is None else tuple(int(i) for i in layer_ids)
     if len(ids) != num_layers:
         raise UsageError(f"{len(ids)} layer_ids for {num_layers} layers; give one for each")
-    if any(b <= a for a, b in zip(ids[:-1], ids[1:], strict=True)):
+    if any(b <= a for a, b in itertools.pairwise(ids)):
         raise UsageError(f"layer_ids must ascend without repeats; they are {list(ids)[:8]}")
     if phy_LP.size and (phy_LP.min() < 0 or phy_LP.max() >= num_experts):
         row, slot = np.argwhere((phy_LP < 0) | (phy_LP >= num_experts))[0].tolist()

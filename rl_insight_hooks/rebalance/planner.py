@@ -37,8 +37,8 @@ def plan(
     """Return the placement that balances ``load`` best over the devices, every layer for itself.
 
     Groups of E / num_groups consecutive experts stay on one node if ``num_groups`` divides by ``num_nodes``
-    (as DeepSeek's EPLB decides); else, and with one node, any expert may go to any device. The result depends on
-    the arguments only.
+    (as DeepSeek's EPLB decides); else, and with one node, any expert may go to any device. The result
+    depends on the arguments only.
 
     Args:
         load: int or float tokens per expert [L, E], or a history of them, oldest first, [W, L, E].
@@ -47,7 +47,8 @@ def plan(
         num_nodes: nodes of the server.
         num_devices: devices of all nodes together.
         layer_ids: decoder layer numbers of the rows; 0..L-1 if not given.
-        robust: with a history of two windows or more, also spread the experts whose loads vary together, so that
+        robust: with a history of two windows or more, also spread the experts whose loads vary together, so
+        that
             the next window is balanced and not only the sum of the past ones.
         half_life: a window this many windows old counts half; None counts all tokens alike.
 
@@ -100,7 +101,9 @@ def _place_on_nodes(
         np.repeat(bound_L, num_nodes),
     )
     flat = held_KDS.reshape(len(held_KDS), -1)
-    held_LDS = np.take_along_axis(expert_KE, flat, axis=1).reshape(num_layers, shape.num_devices, -1)
+    held_LDS = np.take_along_axis(expert_KE, flat, axis=1).reshape(
+        num_layers, shape.num_devices, -1
+    )
     return held_LDS, load_KD.reshape(num_layers, -1).max(axis=1)
 
 

@@ -66,7 +66,9 @@ def replicate(
 def _hand_out_rest(
     weight_KE: FloatArray, count_KE: IntArray, num_slots: int, max_copies: int, offset: float
 ) -> IntArray:
-    """Give the last slots of each row, at most one to an expert at a time, to the largest ``w / (n - offset)``."""
+    """Give the last slots of each row, at most one to an expert at a time, to the largest ``w / (n
+    - offset)``.
+    """
     rest_K = num_slots - count_KE.sum(axis=1)
     while (rest_K > 0).any():
         next_KE = np.where(count_KE < max_copies, weight_KE / (count_KE - offset), -1.0)

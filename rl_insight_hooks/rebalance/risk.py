@@ -50,7 +50,8 @@ class _State:
 
 
 def lower_risk(held_LDS: IntArray, expected: Forecast, shape: Shape) -> FloatArray:
-    """Swap replicas between devices (of one node, where groups stay on nodes), in place, while that lowers risk.
+    """Swap replicas between devices (of one node, where groups stay on nodes), in place, while that lowers
+    risk.
 
     The covariance of the forecast is shrunk by a fifth towards its diagonal, as few windows estimate it badly
     (Ledoit and Wolf, 2004, with a fixed share).
@@ -72,7 +73,9 @@ def lower_risk(held_LDS: IntArray, expected: Forecast, shape: Shape) -> FloatArr
     layer_base = np.arange(num_layers) * num_experts
     held_XS = (held_LDS + layer_base[:, None, None]).reshape(-1, num_slots)
     expert_mean = (mean_LE / count_LE).ravel()
-    expert_deviation_B = (deviation_LEB / count_LE[:, :, None]).reshape(num_layers * num_experts, -1)
+    expert_deviation_B = (deviation_LEB / count_LE[:, :, None]).reshape(
+        num_layers * num_experts, -1
+    )
     expert_own = (own_LE / count_LE**2).ravel()
     state = _State(
         held_XS=held_XS,

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -143,7 +144,7 @@ def _maps_agree(placement: Placement) -> Broken | None:
 
 def _layers_ascend(placement: Placement) -> Broken | None:
     ids = placement.layer_ids
-    ascending = all(b > a for a, b in zip(ids[:-1], ids[1:], strict=True))
+    ascending = all(b > a for a, b in itertools.pairwise(ids))
     if ascending and len(ids) == placement.num_layers:
         return None
     return Broken("layers-ascend", "layer_ids", f"{list(ids)[:8]} for {placement.num_layers} rows")

@@ -60,7 +60,7 @@ def max_over_mean(load_LD: npt.ArrayLike) -> FloatArray:
     device_LD = np.asarray(load_LD, dtype=np.float64)
     mean_L = device_LD.mean(axis=1)
     heaviest_L = device_LD.max(axis=1)
-    return np.divide(heaviest_L, mean_L, out=np.ones_like(mean_L), where=mean_L > 0)
+    return np.asarray(np.divide(heaviest_L, mean_L, out=np.ones_like(mean_L), where=mean_L > 0))
 
 
 def score(load_LE: npt.ArrayLike, placement: Placement) -> Score:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Local search: pairs of devices exchange replicas until the heaviest device meets a target.
 
-Shape letters: K rows, D devices, S slots of one device, Q pairs of devices, M exchanges, T = 2 S slots of a pair.
+Shape letters: K rows, D devices, S slots of one device, Q pairs of devices, M exchanges, T = 2 S slots of a
+pair.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ def improve(
     """Lower the heaviest device of each row, in place, and return the device loads float [K, D].
 
     In a round the devices of a row are sorted by load and paired, heavy with light, shifted a little further
-    every round; each pair whose heavy device is over the row's target takes the exchange that evens it out best.
-    A pair's larger load only falls, so no row gets worse. Rows that meet their target drop out.
+    every round; each pair whose heavy device is over the row's target takes the exchange that evens it out
+    best. A pair's larger load only falls, so no row gets worse. Rows that meet their target drop out.
 
     Args:
         held_KDS: experts of each device, without twins; changed.
@@ -35,7 +36,7 @@ def improve(
     flat_each = np.ascontiguousarray(each_KE).ravel()
     load_KD = flat_each[flat_KDS].sum(axis=2)
     if num_devices == 1:
-        return load_KD
+        return np.asarray(load_KD)
     ways = exchanges(num_slots)
     keep_TM = ways.keep_TM.astype(np.float32)
     held_XS, flat_XS = held_KDS.reshape(-1, num_slots), flat_KDS.reshape(-1, num_slots)
@@ -50,7 +51,8 @@ def improve(
         idle = 0 if done else idle + 1
         active_K = active_K[load_KD[active_K].max(axis=1) > target_K[active_K]]
     # Sums anew: the running loads carry rounding.
-    return flat_each[held_KDS + (np.arange(num_rows) * num_experts)[:, None, None]].sum(axis=2)
+    flat_KDS = held_KDS + (np.arange(num_rows) * num_experts)[:, None, None]
+    return np.asarray(flat_each[flat_KDS].sum(axis=2))
 
 
 def _pairs(

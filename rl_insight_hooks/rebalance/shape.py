@@ -17,7 +17,9 @@ class Shape:
     """
 
     num_experts: int
-    num_replicas: int  # physical slots of all devices together, as DeepSeek and MindSpeed-RL name it
+    num_replicas: (
+        int  # physical slots of all devices together, as DeepSeek and MindSpeed-RL name it
+    )
     num_groups: int
     num_nodes: int
     num_devices: int
@@ -75,7 +77,9 @@ def make_shape(
                 f"{_nearest_multiples(num_devices, num_nodes, num_nodes)}"
             )
     most = num_experts * shape.max_copies
-    possible = f"num_replicas can be {_nearest_multiples(num_replicas, num_devices, num_experts, most)}"
+    possible = (
+        f"num_replicas can be {_nearest_multiples(num_replicas, num_devices, num_experts, most)}"
+    )
     if num_replicas % num_devices:
         raise UsageError(
             f"{num_replicas} replicas cannot fill {num_devices} devices with equal slots; {possible}"

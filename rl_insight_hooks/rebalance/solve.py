@@ -27,8 +27,8 @@ def solve_rows(
 ) -> tuple[IntArray, FloatArray]:
     """Return experts int [K, D, S] and device loads float [K, D] of every row, without twins.
 
-    Work stops for a row once its heaviest device is within 1e-4 of ``target_K`` [K], a lower bound or what another
-    row makes unavoidable.
+    Work stops for a row once its heaviest device is within 1e-4 of ``target_K`` [K], a lower bound or what
+    another row makes unavoidable.
     """
     close_K = target_K * (1 + _CLOSE)
     held_KDS, load_KD = _attempt(weight_KE, num_slots, num_devices, close_K, _FIRST, _FIRST_ROUNDS)

@@ -2,9 +2,9 @@
 """Improve layers one small change at a time, and remember every state on the way.
 
 A change relieves the layer's heaviest device: one of its experts swaps places with one of another device (two
-transfers), or a slot elsewhere gives up a replica for another copy of one of its experts (one transfer). The change
-is chosen by its gain per transfer in ``sum_d (x_d / x_max)**32``, which follows the maximum and still sees the
-devices just below it.
+transfers), or a slot elsewhere gives up a replica for another copy of one of its experts (one transfer). The
+change is chosen by its gain per transfer in ``sum_d (x_d / x_max)**32``, which follows the maximum and still
+sees the devices just below it.
 
 Shape letters: A layers at work, E experts, P slots, D devices, S slots of one device, C candidates.
 """
@@ -111,7 +111,9 @@ class _State:
         self._refresh(rows[done])
         return done
 
-    def _best_swap(self, rows: IntArray, heavy_A: IntArray) -> tuple[FloatArray, IntArray, IntArray]:
+    def _best_swap(
+        self, rows: IntArray, heavy_A: IntArray
+    ) -> tuple[FloatArray, IntArray, IntArray]:
         """Return gain per transfer, slot of the heavy device and slot elsewhere of each layer's best swap."""
         num_rows, num_slots = len(rows), self.held_LDS.shape[2]
         at = np.arange(num_rows)
@@ -139,7 +141,9 @@ class _State:
         slot_A, into_A = np.divmod(best_A, held_AP.shape[1])
         return flat[at, best_A] / 2, heavy_A * num_slots + slot_A, into_A
 
-    def _best_copy(self, rows: IntArray, heavy_A: IntArray) -> tuple[FloatArray, IntArray, IntArray]:
+    def _best_copy(
+        self, rows: IntArray, heavy_A: IntArray
+    ) -> tuple[FloatArray, IntArray, IntArray]:
         """Return gain, slot given up and expert copied into it, of each layer's best new copy."""
         num_rows = len(rows)
         at = np.arange(num_rows)
@@ -176,10 +180,12 @@ class _State:
             + np.where(here_ACD, -leaves_AC[:, :, None], has_a_ACD * extra_AC[:, :, None])[:, None]
             + here_ACD[:, None] * arrives_AS[:, :, None, None]
         )
-        gain_ASC = _power(load_AD, top_A).sum(axis=1)[:, None, None] - _power(
-            load_ASCD, top_A
-        ).sum(axis=3)
-        twin_ASC = np.take_along_axis(has_b_ASD, device_AC[:, None, :].repeat(own_AS.shape[1], 1), 2)
+        gain_ASC = _power(load_AD, top_A).sum(axis=1)[:, None, None] - _power(load_ASCD, top_A).sum(
+            axis=3
+        )
+        twin_ASC = np.take_along_axis(
+            has_b_ASD, device_AC[:, None, :].repeat(own_AS.shape[1], 1), 2
+        )
         full_AS = b_count >= self.shape.max_copies
         none_AC = ~np.isfinite(np.take_along_axis(missed_AP, donor_AC, axis=1))
         same_ASC = own_AS[:, :, None] == gone_AC[:, None, :]
