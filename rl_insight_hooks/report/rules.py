@@ -44,7 +44,7 @@ RULES: dict[str, str] = {
     "missing-tensor-file": "dump.json lists calls whose tensor is not there.",
     "mixed-id-space": "Some rows count logical experts, some physical slots.",
     "newer-schema": "A file was written by a newer version.",
-    "no-calls": "No call of a dump could be read.",
+    "no-calls": "A dump holds no call of npu_grouped_matmul, or none could be read.",
     "no-layers": "A file holds no layer.",
     "no-meta-info": "TensorRT-LLM's meta_info.json cannot be read.",
     "odd-pass": "Layer passes of a dump do not have the usual number of calls.",

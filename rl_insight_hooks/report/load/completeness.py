@@ -25,6 +25,7 @@ class Seen:
     num_experts: int | None
     world_size: int | None
     is_replica: bool
+    is_picked: bool = False  # the recorder was told to write some ranks only
 
 
 def missing(seen: Mapping[Key, Seen], selection: Selection) -> list[Problem]:
@@ -64,7 +65,7 @@ def _missing_ranks(
             )
     infos = [info for (_, name, _), info in seen.items() if name == role]
     world = max((info.world_size or 0 for info in infos), default=0)
-    if world and not any(info.is_replica for info in infos):
+    if world and not any(info.is_replica or info.is_picked for info in infos):
         absent = {rank for rank in range(world) if rank in selection.ranks} - ever
         if absent:
             found.append(

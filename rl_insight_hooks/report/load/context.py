@@ -79,8 +79,8 @@ class ReadContext:
         if self.ep_size is None:
             if rank > 0:
                 self.assume(
-                    f"{source}: no file says which experts a rank holds; every rank is taken to hold all "
-                    "of them (give ep_size where they are spread over ranks)"
+                    f"{source}: no file says which experts and layers a rank holds; every rank is taken "
+                    "to hold all of them (give ep_size where experts are spread over ranks)"
                 )
             return 0, num_local
         return (rank % self.ep_size) * num_local, self.ep_size * num_local

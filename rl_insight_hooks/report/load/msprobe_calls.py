@@ -99,6 +99,7 @@ class CallReader:
 
     context: ReadContext
     tensors: TensorReader = field(default_factory=TensorReader)
+    _task: str | None = None  # of the dump.json read last
 
     def read(self, dump: DumpDir) -> Calls | None:
         """Return the calls of ``dump``, or None if there are none; what is wrong is a problem."""
@@ -108,6 +109,7 @@ class CallReader:
         if infos is not None:
             self._add_list_calls(raw, infos, dump, lost)
         if not raw:
+            self._say_why_empty(dump, infos)
             return None
         indices = sorted(raw)
         values = [raw[index] for index in indices]
@@ -198,14 +200,20 @@ class CallReader:
                 SEVERITY_WARNING,
             )
             return None
-        if decoded.task == "statistics" and infos and not dump.tensor_names:
-            self.context.problem(
-                "statistics-dump",
-                path,
-                "task is statistics: it has no group_list values, only their maximum",
-                'Dump again with "task": "tensor" and "list": ["npu_grouped_matmul"].',
-            )
+        self._task = decoded.task
         return infos
+
+    def _say_why_empty(self, dump: DumpDir, infos: dict[int, _Info] | None) -> None:
+        """A dump without any value: say which setting of msprobe would have made them."""
+        fix = 'Dump again with "level": "L1", "task": "tensor" and "list": ["npu_grouped_matmul"].'
+        if infos and self._task == "statistics":
+            what = "task is statistics: it has no group_list values, only their maximum"
+            self.context.problem("statistics-dump", dump.path, what, fix)
+        elif not dump.tensor_names:
+            what = "no call of npu_grouped_matmul was dumped (level L0 dumps modules only)"
+            if infos:
+                what = f"dump.json lists {len(infos)} calls, but no group_list file is there"
+            self.context.problem("no-calls", dump.path, what, fix)
 
     def _add_list_calls(
         self, raw: dict[int, IntArray], infos: dict[int, _Info], dump: DumpDir, lost: set[int]
@@ -434,8 +442,8 @@ def _apply_stacks(calls: Calls, stacks: dict[int, tuple[int, list[str]]]) -> Non
         phase = phase_of_stack.get(stack)
         if phase is None:
             phase = phase_of_stack[stack] = phase_of_frames(frames)
-        if phase == PHASE_DX and calls.is_dw_c[number]:
-            phase = PHASE_DW
+        if calls.is_dw_c[number]:
+            phase = PHASE_DW  # wherever it is called from: weight gradients may be put off
         calls.phase_c[number] = phase
     if not calls.has_dump:
         _split_dx_dw(calls)

@@ -94,10 +94,12 @@ def read_block(data: bytes, path: str, context: ReadContext) -> Block | None:
     context.roles_seen.add(load_file.role)
     if not context.selection.wants(load_file.step, load_file.role, load_file.rank):
         return None
-    return block_of(load_file, path, _counts(load_file.records))
+    return block_of(load_file, path, _counts(load_file.records), context)
 
 
-def block_of(load_file: Any, path: str, counts_ne: npt.NDArray[np.int64]) -> Block:
+def block_of(
+    load_file: Any, path: str, counts_ne: npt.NDArray[np.int64], context: ReadContext
+) -> Block:
     """Return the block of a decoded file (a :class:`schema.LoadFile` or its lean twin) and its counts [n, e].
 
     Raises:
@@ -105,6 +107,7 @@ def block_of(load_file: Any, path: str, counts_ne: npt.NDArray[np.int64]) -> Blo
     """
     records = load_file.records
     layer_n = np.array([record.layer for record in records], dtype=np.int64)
+    layer_n += _layers_of_earlier_stages(load_file, context)
     phases = tuple([record.phase for record in records])
     passes_n = np.array([record.num_passes for record in records], dtype=np.int64)
     tokens_n = np.array(
@@ -112,7 +115,11 @@ def block_of(load_file: Any, path: str, counts_ne: npt.NDArray[np.int64]) -> Blo
         dtype=np.int64,
     )
     _check(load_file, counts_ne)
-    names = {record.layer: record.layer_name for record in records if record.layer_name is not None}
+    names = {
+        layer: record.layer_name
+        for layer, record in zip(layer_n.tolist(), records, strict=True)
+        if record.layer_name is not None
+    }
     id_spaces = {record.id_space or load_file.id_space for record in records}
     role = load_file.role
     if len(set(zip(layer_n.tolist(), phases, strict=True))) < len(records):
@@ -135,12 +142,28 @@ def block_of(load_file: Any, path: str, counts_ne: npt.NDArray[np.int64]) -> Blo
         num_tokens_n=tokens_n,
         num_experts=load_file.num_experts,
         replica=f"{replica}/{load_file.first_expert}" if replica is not None else None,
+        is_picked="ranks" in load_file.stamps,
         id_space=id_spaces.pop() if len(id_spaces) == 1 else load_file.id_space,
         top_k=load_file.top_k,
         world_size=load_file.world_size,
         layer_names=names,
         layer_sources=frozenset(record.layer_source for record in records),
     )
+
+
+def _layers_of_earlier_stages(load_file: Any, context: ReadContext) -> int:
+    """Return what to add to layer numbers that count from 0 on every pipeline stage."""
+    stage, num_stages = load_file.parallel.pp_rank, load_file.parallel.pp_size
+    layers: set[int] = {
+        r.layer for r in load_file.records if r.layer_source == schema.LAYER_FROM_CALL_ORDER
+    }
+    if not stage or not num_stages or not layers or not 0 < stage < num_stages <= MAX_RANKS:
+        return 0
+    context.assume(
+        "layers are numbered by call order on each pipeline stage: the stages before are taken to have as many "
+        "MoE layers (watch(model) gives the true numbers)"
+    )
+    return int(stage) * (max(layers) + 1)
 
 
 def _check(load_file: Any, counts_ne: npt.NDArray[np.int64]) -> None:

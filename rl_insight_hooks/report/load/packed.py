@@ -88,7 +88,7 @@ def _block(load_file: Any, counts: list[Any], path: str, context: ReadContext) -
         counts_ne = np.zeros((len(counts), width), dtype=np.int64)
         for number, row in enumerate(counts):
             counts_ne[number, : row.size] = row
-        return block_of(load_file, where, counts_ne)
+        return block_of(load_file, where, counts_ne, context)
     except (ValueError, OverflowError) as error:
         context.problem("bad-counts", where, str(error), "The file contradicts itself.")
         return None

@@ -51,6 +51,7 @@ class Block:
     num_tokens_n: IntArray | None = None
     num_experts: int | None = None  # E over all ranks, where the file knows it
     replica: str | None = None  # blocks of one (step, role) with this name saw the same tokens
+    is_picked: bool = False  # the recorder was told to write some ranks only
     id_space: str = ID_LOGICAL
     top_k: int | None = None
     world_size: int | None = None
@@ -132,6 +133,7 @@ class _Common:
             num_experts=block.num_experts,
             world_size=block.world_size,
             is_replica=block.replica is not None,
+            is_picked=block.is_picked,
         )
         self.num_experts = max(self.num_experts, last, block.num_experts or 0)
         self.layer_names.update(block.layer_names)

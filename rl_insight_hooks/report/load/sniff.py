@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Paths are plain text here: Path objects cost a third more over 100,000 files.
-# ruff: noqa: PTH113, PTH116, PTH118, PTH119, PTH120, PTH202
+# ruff: noqa: PTH113, PTH116, PTH118, PTH119, PTH120, PTH202, PTH112, PTH208
 """Find what can be read below a path, and tell the formats apart by name and content, never by folder name.
 
 A folder may mix formats; each file goes to the reader of its own. What is no load file is counted
@@ -188,10 +188,13 @@ def _dump_of(tensor_dir: str, found: Found) -> DumpDir:
 
 
 def _add_neighbours(path: str, found: Found) -> None:
-    """A single tensor file was named: its dump.json and stack.json still say what it means."""
+    """One file of a dump was named: the others still say what it means."""
     for dump in found.dumps.values():
         dump.has_dump_json |= os.path.isfile(os.path.join(dump.path, "dump.json"))
         dump.has_stack_json |= os.path.isfile(os.path.join(dump.path, "stack.json"))
+        if not dump.tensor_names and os.path.isdir(dump.tensor_dir):
+            names = sorted(os.listdir(dump.tensor_dir))
+            dump.tensor_names = [name for name in names if name.endswith(_GROUP_LIST_SUFFIX)]
 
 
 def _classify(path: str, name: str, found: Found, context: ReadContext) -> None:

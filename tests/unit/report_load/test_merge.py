@@ -159,6 +159,23 @@ def test_ranks_with_different_layer_sets_fold_right(tmp_path, write_step):
     }
 
 
+def test_call_order_layers_of_pipeline_stages_are_not_added_up(tmp_path, write_step):
+    for rank in (0, 1):
+        write_step(
+            tmp_path,
+            1,
+            "actor",
+            rank,
+            {0: [1 + rank, 0], 1: [3, rank]},
+            world_size=2,
+            parallel={"pp_size": 2, "pp_rank": rank},
+        )
+    table = _both_ways(tmp_path)
+    assert table.layer_N.tolist() == [0, 1, 2, 3]
+    assert table.counts_NE.tolist() == [[1, 0], [3, 0], [2, 0], [3, 1]]
+    assert "pipeline stage" in table.assumptions[0]
+
+
 def test_merged_tables_pass_through_and_unknown_ways_are_refused(tmp_path, write_step):
     write_step(tmp_path, 1, "actor", 0, {0: [1]})
     table = load(tmp_path, merge_ranks=True)

@@ -383,6 +383,42 @@ def test_statistics_dump_says_that_it_has_no_values(tmp_path, by_rule):
     assert "statistics-dump" in by_rule(load(tmp_path))
 
 
+def test_a_level_l0_dump_says_which_settings_would_do(tmp_path, by_rule):
+    for rank in (0, 1):
+        folder = tmp_path / "actor_update" / "step0" / f"rank{rank}"
+        folder.mkdir(parents=True)
+        (folder / "dump.json").write_text(
+            json.dumps({"task": "statistics", "level": "L0", "data": {}})
+        )
+    table = load(tmp_path)
+    assert table.num_rows == 0
+    assert [p.rule for p in table.problems] == ["no-calls", "no-calls"]
+    assert '"level": "L1"' in table.problems[0].fix
+
+
+def test_one_file_of_a_dump_may_be_named(tmp_path):
+    run = Run(layers=1, gmms=2, experts=3, cumulative=True)
+    run.layer(0, [1, 0, 4], recompute=False)
+    folder = tmp_path / "step_3" / "ref" / "step0" / "rank2"
+    run.write(folder)
+    tensor = folder / "dump_tensor_data" / "NPU.npu_grouped_matmul.0.forward.kwargs.group_list.pt"
+    for path in (folder, folder / "dump.json", folder / "dump_tensor_data", tensor):
+        table = load(path)
+        assert table.counts_NE.tolist() == [[1, 0, 4]], path
+        assert table.step_N.tolist() == [3]
+
+
+def test_weight_gradients_that_were_put_off_are_no_forward(tmp_path):
+    run = Run(layers=1, gmms=2, experts=3, cumulative=False)
+    run.layer(0, [1, 0, 4], recompute=False)
+    frames = ["File /weight_grad_store.py, line 92, in pop, \n gmm("]
+    run.call([1, 0, 4], "dw", [8, 5], [5, 6], frames, 2)
+    run.write(tmp_path / "step_1" / "actor" / "step0" / "rank0")
+    table = load(tmp_path, num_moe_layers=1)
+    assert _counts_by_layer(table) == {0: [1, 0, 4]}
+    assert _counts_by_layer(table, "dw") == {0: [1, 0, 4]}
+
+
 @pytest.mark.parametrize("name", ["dump.json", "stack.json"])
 def test_a_torn_json_is_named_and_the_tensors_still_read(tmp_path, by_rule, name):
     rng = random.Random(11)

@@ -151,6 +151,11 @@ def test_selecting_ranks_does_not_make_the_others_missing(tmp_path, write_step):
     assert load(tmp_path, ranks="1-2").problems == ()
 
 
+def test_ranks_that_the_recorder_was_told_to_leave_out_are_not_missing(tmp_path, write_step):
+    write_step(tmp_path, 1, "actor", 0, {0: [1]}, world_size=4, stamps={"ranks": "0"})
+    assert load(tmp_path).problems == ()
+
+
 def test_a_rank_with_fewer_layers_is_named_but_pipeline_stages_are_not(
     tmp_path, write_step, by_rule
 ):
