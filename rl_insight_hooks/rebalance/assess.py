@@ -16,6 +16,7 @@ import numpy.typing as npt
 from rl_insight_hooks.errors import UsageError
 from rl_insight_hooks.rebalance.bounds import bound_of_shape
 from rl_insight_hooks.rebalance.history import total
+from rl_insight_hooks.rebalance.incremental import replan
 from rl_insight_hooks.rebalance.placement import FloatArray, Placement, linear_placement
 from rl_insight_hooks.rebalance.planner import plan
 from rl_insight_hooks.rebalance.score import Score, device_load, score, total_variation
@@ -108,6 +109,7 @@ def hold_out(
     fraction: float = 0.5,
     *,
     before: Placement | None = None,
+    max_moves: float | None = None,
     half_life: float | None = None,
     robust: bool = True,
 ) -> HeldOut:
@@ -117,7 +119,8 @@ def hold_out(
         history_WLE: tokens, oldest first; at least two windows.
         shape: of the placement.
         fraction: share of the windows that is held out, in (0, 1); at least one window each way.
-        before: what is in use; experts in order if not given.
+        before: a map in use, which the plan then starts from; experts in order if not given.
+        max_moves: most transfers from the map in use.
         half_life: as in :func:`~rl_insight_hooks.rebalance.planner.plan`.
         robust: as there.
 
@@ -131,15 +134,18 @@ def hold_out(
         raise UsageError("holdout needs a history of at least two steps; this data has one")
     num_scored = min(max(int(num_windows * fraction + 0.5), 1), num_windows - 1)
     first, second = history_WLE[: num_windows - num_scored], history_WLE[-num_scored:]
-    planned = plan(
-        first,
-        shape.num_replicas,
-        shape.num_groups,
-        shape.num_nodes,
-        shape.num_devices,
-        half_life=half_life,
-        robust=robust,
-    )
+    if before is not None:
+        planned, _ = replan(before, first, max_moves, half_life=half_life)
+    else:
+        planned = plan(
+            first,
+            shape.num_replicas,
+            shape.num_groups,
+            shape.num_nodes,
+            shape.num_devices,
+            half_life=half_life,
+            robust=robust,
+        )
     now = before if before is not None else linear_of(shape, history_WLE.shape[1])
     first_LE, second_LE = total(first), total(second)
     return HeldOut(

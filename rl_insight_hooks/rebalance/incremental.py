@@ -28,6 +28,7 @@ from rl_insight_hooks.rebalance.placement import (
     replica_count_of,
 )
 from rl_insight_hooks.rebalance.planner import place
+from rl_insight_hooks.rebalance.rules import broken_rules
 from rl_insight_hooks.rebalance.score import max_over_mean
 from rl_insight_hooks.rebalance.steps import Point, improve_stepwise
 
@@ -45,22 +46,27 @@ class Move:
 
 
 def replan(
-    old: Placement, load: npt.ArrayLike, max_moves: int | float | None = None
+    old: Placement,
+    load: npt.ArrayLike,
+    max_moves: float | None = None,
+    *,
+    half_life: float | None = None,
 ) -> tuple[Placement, list[Move]]:
     """Return a placement near ``old`` that balances ``load`` better, and the transfers to get there.
 
     Args:
-        old: the placement that is in use.
+        old: the placement that is in use. Twins in it (an expert twice on one device, as other planners make
+            them) are parted first, one transfer each, whatever ``max_moves`` is.
         load: tokens [L, E] or a history [W, L, E], as in :func:`~rl_insight_hooks.rebalance.planner.plan`.
-        max_moves: most transfers over all layers; a float below 1 is a share of all slots; None is no limit.
+        max_moves: most transfers over all layers; below 1 it is a share of all slots; None is no limit.
+        half_life: as in :func:`~rl_insight_hooks.rebalance.planner.plan`.
 
     Returns:
-        The placement, whose slots hold the same expert as before wherever no transfer goes, and the
-        transfers, by layer and slot.
+        The placement, whose slots hold the same expert as before wherever no transfer goes, and the transfers,
+        by layer and slot.
 
     Raises:
-        UsageError: the sizes do not fit, ``max_moves`` is negative, or ``old`` breaks its own promise on
-        groups.
+        UsageError: the sizes do not fit, ``max_moves`` is negative, or ``old`` splits a group over nodes.
     """
     history_WLE = as_history(load)
     if history_WLE.shape[1:] != (old.num_layers, old.num_experts):
@@ -68,24 +74,56 @@ def replan(
             f"the load has {history_WLE.shape[1]} layers and {history_WLE.shape[2]} experts, the old map "
             f"{old.num_layers} and {old.num_experts}; use the map of the same model and layers"
         )
-    budget = moves_allowed(max_moves, old.physical_to_logical.size)
-    weight_LE = forecast(history_WLE).mean_LE
-    old_LDS = old.per_device
-    full_LDS = align(place(weight_LE, old.shape), old_LDS, old.shape)
-    paths = improve_stepwise(old_LDS, weight_LE, old.shape, budget)
-    now_LDS = keep_slots(_choose(old_LDS, full_LDS, paths, weight_LE, budget), old_LDS)
-    placement = make_placement(
-        now_LDS.reshape(old.num_layers, -1),
+    weight_LE = forecast(history_WLE, half_life=half_life).mean_LE
+    base_LDS, num_parted = _part_twins(old, weight_LE)
+    base = _like(old, base_LDS)
+    for broken in broken_rules(base):
+        raise UsageError(f"the old map cannot be improved, only replaced by a new plan: {broken}")
+    budget = max(moves_allowed(max_moves, old.physical_to_logical.size) - num_parted, 0)
+    full_LDS = align(place(weight_LE, old.shape), base_LDS, old.shape)
+    paths = improve_stepwise(base_LDS, weight_LE, old.shape, budget)
+    now_LDS = keep_slots(_choose(base_LDS, full_LDS, paths, weight_LE, budget), base_LDS)
+    placement = _like(old, now_LDS)
+    return placement, moves_between(old, placement)
+
+
+def _like(old: Placement, held_LDS: IntArray) -> Placement:
+    return make_placement(
+        held_LDS.reshape(old.num_layers, -1),
         num_experts=old.num_experts,
         num_devices=old.num_devices,
         num_groups=old.shape.num_groups,
         num_nodes=old.shape.num_nodes,
         layer_ids=old.layer_ids,
     )
-    return placement, moves_between(old, placement)
 
 
-def moves_allowed(max_moves: int | float | None, num_slots: int) -> int:
+def _part_twins(old: Placement, weight_LE: FloatArray) -> tuple[IntArray, int]:
+    """Return experts int [L, D, S] in which second copies on a device gave way, and how many did.
+
+    The slot gets a copy of the expert with the heaviest replicas that the device (its node, where groups
+    stay there) may still take.
+    """
+    held_LDS = old.per_device.copy()
+    size = old.num_devices // old.shape.num_domains
+    same = held_LDS[..., :, None] == held_LDS[..., None, :]
+    second = np.tril(same, -1).any(axis=3)
+    count_LE = old.replica_count.copy()
+    found = np.argwhere(second).tolist()
+    for row, device, slot in found:
+        node = device // size
+        allowed = np.zeros(old.num_experts, dtype=bool)
+        allowed[held_LDS[row, node * size : (node + 1) * size].ravel()] = True
+        allowed[held_LDS[row, device]] = False
+        count_LE[row, held_LDS[row, device, slot]] -= 1
+        each_E = np.where(allowed, weight_LE[row] / count_LE[row], -1.0)
+        expert = int(each_E.argmax())
+        held_LDS[row, device, slot] = expert
+        count_LE[row, expert] += 1
+    return held_LDS, len(found)
+
+
+def moves_allowed(max_moves: float | None, num_slots: int) -> int:
     """Return a limit as a number of transfers: a float in [0, 1) is a share of all slots, None is all of them.
 
     Raises:
