@@ -16,9 +16,10 @@ nothing else.
 
 from __future__ import annotations
 
+import importlib
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
@@ -31,6 +32,9 @@ FRAMEWORKS = frozenset(
     {"torch_npu", "verl", "vllm_ascend", "megatron", "mindspeed", "mindspeed_llm", "mindspeed_rl"}
 )
 
+
+_MINDSPEED_RL_ADAPTER = "mindspeed_rl.models.rollout.vllm_adapter.fused_moe"
+_MINDSPEED_RL_FLAGS = "rl_insight_hooks.integrations.mindspeed_rl.flags"
 
 _started = False
 
@@ -52,10 +56,26 @@ def vllm_plugin() -> None:
     """Bring the hooks up in a process of vLLM; vLLM calls it in each of them, more than once."""
     if _asked_for():
         start()
+    elif _MINDSPEED_RL_ADAPTER in sys.modules and not envs.switched_off():
+        _start_by_flags_of_mindspeed_rl()
 
 
-def start() -> bool:
-    """Install the hooks with the settings of the environment; return True when they are in.
+def _start_by_flags_of_mindspeed_rl() -> None:
+    """Its engine runs in this process: ``eplb_token_collects`` is a switch too."""
+    try:
+        flags = importlib.import_module(_MINDSPEED_RL_FLAGS)
+        settings = flags.settings(sys.modules)
+    except Exception:
+        _log.exception(
+            "rl_insight_hooks cannot read MindSpeed-RL's flags; the run goes on without it"
+        )
+        return
+    if settings is not None:
+        start(settings)
+
+
+def start(settings: Mapping[str, object] | None = None) -> bool:
+    """Install the hooks with ``settings`` (None: those of the environment); return True when they are in.
 
     Opens no ambient region: in a framework's process the stages say what belongs where, and most of its
     processes (driver, servers, agent loops) run no model at all.
@@ -67,7 +87,7 @@ def start() -> bool:
         from rl_insight_hooks.api import switch_on
         from rl_insight_hooks.config import load_config
 
-        _started = switch_on(load_config(), ambient=False)
+        _started = switch_on(load_config(settings), ambient=False)
     except ValueError as error:  # a setting: the message says which, the bad value and the fix
         _log.error("rl_insight_hooks is off in this process: %s", error)
     except Exception:

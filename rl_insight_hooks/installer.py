@@ -57,7 +57,12 @@ TARGETS: dict[str, tuple[str, ...]] = {
         "verl.workers.rollout.vllm_rollout.utils",
         "verl.workers.rollout.vllm_rollout.vllm_async_server",
     ),
-    "mindspeed_rl": ("mindspeed_rl.models.rollout.vllm_adapter.fused_moe",),
+    "mindspeed_rl": (
+        "mindspeed_rl.models.rollout.vllm_adapter.fused_moe",
+        "mindspeed_rl.workers.actor_hybrid_worker",
+        "mindspeed_rl.workers.reference_worker",
+        "mindspeed_rl.workers.critic_worker",
+    ),
     "verl": (
         "verl.utils.tracking",
         "verl.utils.profiler.profile",

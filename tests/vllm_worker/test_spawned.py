@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The real vLLM plugin loader and the real vllm-ascend 0.18 in a spawned process, with our plugin active."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).resolve().parent
+REPO = HERE.parents[1]
+
+_MAIN = """
+import json, multiprocessing, sys
+import spawned
+
+if __name__ == "__main__":
+    context = multiprocessing.get_context("spawn")
+    answers = context.Queue()
+    child = context.Process(target=spawned.look, args=(answers,))
+    child.start()
+    found = answers.get(timeout=150)
+    child.join(60)
+    print(json.dumps([found, child.exitcode]))
+"""
+
+
+@pytest.fixture
+def spawn(tmp_path):
+    missing = [
+        n for n in ("vllm", "vllm_ascend", "torch_npu") if importlib.util.find_spec(n) is None
+    ]
+    if missing:
+        pytest.skip(f"not installed: {', '.join(missing)} (tests/vllm_worker/requirements.txt)")
+
+    def run(**env):
+        full = {k: v for k, v in os.environ.items() if not k.startswith("RL_INSIGHT_HOOKS")}
+        full |= {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "PYTHONPATH": str(HERE)} | env
+        probe = [sys.executable, "-c", "import torch_npu"]
+        if subprocess.run(probe, env=full, capture_output=True).returncode:
+            stubs, make = tmp_path / "stubs", REPO / "tools/make_npu_stubs.py"
+            if (
+                not make.exists()
+                or subprocess.run([sys.executable, make, stubs], env=full).returncode
+            ):
+                pytest.skip(
+                    "torch_npu does not import here, and tools/make_npu_stubs.py made no stubs"
+                )
+            full["LD_LIBRARY_PATH"] = str(stubs)
+        script = tmp_path / "main.py"
+        script.write_text(_MAIN)
+        done = subprocess.run(
+            [sys.executable, script], env=full, capture_output=True, text=True, timeout=240
+        )
+        assert done.returncode == 0, done.stderr[-4000:]
+        return json.loads(done.stdout.strip().splitlines()[-1])
+
+    return run
+
+
+def test_a_spawned_worker_comes_up_hooked(spawn):
+    found, exit_code = spawn(RL_INSIGHT_HOOKS="1")
+    assert exit_code == 0
+    assert found["platform"] == "NPUPlatform"
+    assert found["op"]
+    assert found["apply"]
+    assert found["worker"] == ["load_model", "execute_model", "sleep", "shutdown"]
+    assert found["set_step"]
+    assert not found["ambient"]  # it begins when the model is loaded
+
+
+@pytest.mark.parametrize("flag", [None, "0"])
+def test_off_the_worker_is_untouched(spawn, flag):
+    found, exit_code = spawn(**({} if flag is None else {"RL_INSIGHT_HOOKS": flag}))
+    assert exit_code == 0
+    assert found["platform"] == "NPUPlatform"
+    assert (found["op"], found["apply"], found["worker"]) == (False, False, [])
+    assert not found["set_step"]
+    assert not found["session"]
