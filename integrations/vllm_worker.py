@@ -57,7 +57,7 @@ def install(ctx: Context) -> None:
             continue
         for method, before, after in (
             ("load_model", None, _begin),
-            ("execute_model", None, _tick),
+            ("execute_model", _new_pass, _tick),
             ("sleep", _pause, None),
             ("shutdown", _end, None),
         ):
@@ -112,6 +112,11 @@ def _begin(session: Session) -> None:
     session.installer.reassert()
     session.start_ambient(ROLE, write_empty=False)
     session.has_ticker = True
+
+
+def _new_pass(session: Session) -> None:
+    """Where no seam names the layers their order does; it begins anew at each step of the engine."""
+    session.recorder.begin()
 
 
 def _tick(session: Session) -> None:
