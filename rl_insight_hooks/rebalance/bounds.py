@@ -25,8 +25,10 @@ def lower_bound(
     """Return, for each layer, the largest of three lower bounds of the heaviest device's load, float [L].
 
     * mean: the load is W, so one of D devices has at least W / D;
-    * replication: a device has at least one replica of the expert that is heaviest per replica, and no replica
-      counts make ``max_e w_e / n_e`` smaller than D'Hondt's rule does;
+    * replication: some device holds the heaviest replica, and no replica counts make ``max_e w_e / n_e``
+    smaller
+      than D'Hondt's rule does; with it lie S - 1 replicas of other experts, none lighter than if all spare
+      slots went to its expert;
     * groups on nodes: N / D of the least possible load of the heaviest node (exact where the ways to give
       groups to nodes can be listed, else the heaviest group).
 
@@ -46,9 +48,15 @@ def bound_of_shape(weight_LE: FloatArray, shape: Shape) -> FloatArray:
 
 
 def replication_bound(weight_LE: FloatArray, shape: Shape) -> FloatArray:
-    """Return the least possible ``max_e w_e / n_e``, float [L]."""
+    """Return the least possible load of the device that holds the heaviest replica, float [L]."""
     count_LE = replicate(weight_LE, shape.num_replicas, shape.max_copies)
-    return np.asarray((weight_LE / count_LE).max(axis=1))
+    heaviest_L = (weight_LE / count_LE).max(axis=1)
+    num_others = shape.slots_per_device - 1
+    most_copies = min(shape.max_copies, shape.num_replicas - shape.num_experts + 1)
+    if not num_others:
+        return np.asarray(heaviest_L)
+    lightest_LS = np.partition(weight_LE, num_others - 1, axis=1)[:, :num_others]
+    return np.asarray(heaviest_L + lightest_LS.sum(axis=1) / most_copies)
 
 
 def group_bound(weight_LE: FloatArray, shape: Shape) -> FloatArray:

@@ -16,7 +16,9 @@ import numpy as np
 
 from rl_insight_hooks.rebalance.placement import FloatArray, IntArray
 
-_MOST_COLUMNS = 256
+_MOST_COLUMNS = 512
+_MOST_HALVES = 256
+_MOST_SWAPS = 384
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +37,7 @@ def exchanges(slots_per_device: int) -> Exchanges:
     have (nearly) the same rank, then swaps of two and three such pairs at once.
     """
     size = slots_per_device
-    if math.comb(2 * size, size) // 2 <= _MOST_COLUMNS:
+    if math.comb(2 * size, size) // 2 <= _MOST_HALVES:
         # Slot 0 stays: the complement of a split only renames the two devices.
         halves = [(0, *rest) for rest in itertools.combinations(range(1, 2 * size), size - 1)]
     else:
@@ -58,7 +60,7 @@ def _small_changes(size: int) -> itertools.chain[tuple[int, ...]]:
     by_rank_gap = sorted(
         itertools.product(range(size), range(size)), key=lambda pair: (abs(pair[0] - pair[1]), pair)
     )
-    singles = (exchanged((i,), (j,)) for i, j in by_rank_gap[: _MOST_COLUMNS // 2])
+    singles = (exchanged((i,), (j,)) for i, j in by_rank_gap[:_MOST_SWAPS])
     several = (
         exchanged(ranks, ranks)
         for num in (2, 3)

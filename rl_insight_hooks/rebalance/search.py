@@ -60,19 +60,33 @@ def _pairs(
 ) -> tuple[IntArray, IntArray]:
     """Return the heavy and the light device of each pair, as numbers over all rows' devices."""
     num_devices = load_KD.shape[1]
-    half = num_devices // 2
     order_KD = np.argsort(load_KD, axis=1, kind="stable")
     sorted_KD = np.take_along_axis(load_KD, order_KD, axis=1)
-    shift = (np.arange(half) + turn) % half
-    heavy = np.arange(num_devices - 1, num_devices - 1 - half, -1)
+    heavy, light = _ranks(num_devices, turn)
     over_KH = sorted_KD[:, heavy] > target_K[:, None]
-    over_KH &= sorted_KD[:, heavy] > sorted_KD[:, shift]
-    row_Q, rank_Q = np.nonzero(over_KH)
+    over_KH &= sorted_KD[:, heavy] > sorted_KD[:, light]
+    row_Q, pair_Q = np.nonzero(over_KH)
     base_Q = row_K[row_Q] * num_devices
     return (
-        order_KD[row_Q, heavy[rank_Q]] + base_Q,
-        order_KD[row_Q, shift[rank_Q]] + base_Q,
+        order_KD[row_Q, heavy[pair_Q]] + base_Q,
+        order_KD[row_Q, light[pair_Q]] + base_Q,
     )
+
+
+def _ranks(num_devices: int, turn: int) -> tuple[IntArray, IntArray]:
+    """Return the ranks by load that meet in a round: heavy half with light half, or as in a tournament.
+
+    In a tournament rank i meets rank (t - i) mod D, so that in D rounds each meets each: the heaviest may
+    need the small replicas of the next heaviest.
+    """
+    half = num_devices // 2
+    if turn % 3 != 2:
+        heavy = np.arange(num_devices - 1, num_devices - 1 - half, -1)
+        return heavy, (np.arange(half) + turn - turn // 3) % half
+    rank = np.arange(num_devices)
+    other = (2 * num_devices - 3 - turn // 3 - rank) % num_devices
+    first = rank > other
+    return rank[first], other[first]
 
 
 def _exchange(

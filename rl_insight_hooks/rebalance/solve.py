@@ -19,7 +19,7 @@ _OTHERS = ((1.0, 0.0), (1.0, 0.7), (0.9, 0.0), (0.8, 0.0), (0.6, 0.0))
 
 _CLOSE = 1e-4  # this far above the target is as good as on it
 _HARD = 3e-3  # farther than this, other replica counts are tried
-_FIRST_ROUNDS, _OTHER_ROUNDS, _LAST_ROUNDS = 5, 4, 3
+_FIRST_ROUNDS, _OTHER_ROUNDS, _LAST_ROUNDS, _HARD_ROUNDS = 5, 4, 3, 32
 
 
 def solve_rows(
@@ -35,12 +35,10 @@ def solve_rows(
     hard_K = np.flatnonzero(load_KD.max(axis=1) > target_K * (1 + _HARD))
     if len(hard_K) and num_slots > weight_KE.shape[1]:
         _try_others(weight_KE, num_slots, close_K, held_KDS, load_KD, hard_K)
-    left_K = np.flatnonzero(load_KD.max(axis=1) > close_K)
-    if len(left_K):
-        each_KE = weight_KE[left_K] / _counts(held_KDS[left_K], weight_KE.shape[1])
-        better_KDS = held_KDS[left_K]
-        load_KD[left_K] = improve(better_KDS, each_KE, close_K[left_K], _LAST_ROUNDS)
-        held_KDS[left_K] = better_KDS
+    hard_K = load_KD.max(axis=1) > target_K * (1 + _HARD)
+    near_K = (load_KD.max(axis=1) > close_K) & ~hard_K
+    _polish(weight_KE, close_K, held_KDS, load_KD, np.flatnonzero(near_K), _LAST_ROUNDS)
+    _polish(weight_KE, close_K, held_KDS, load_KD, np.flatnonzero(hard_K), _HARD_ROUNDS)
     return held_KDS, load_KD
 
 
@@ -84,6 +82,23 @@ def _try_others(
     better_H = load_VD[from_V].max(axis=1) < load_KD[hard_K].max(axis=1)
     load_KD[hard_K[better_H]] = load_VD[from_V[better_H]]
     held_KDS[hard_K[better_H]] = held_VDS[from_V[better_H]]
+
+
+def _polish(
+    weight_KE: FloatArray,
+    close_K: FloatArray,
+    held_KDS: IntArray,
+    load_KD: FloatArray,
+    rows: IntArray,
+    num_rounds: int,
+) -> None:
+    """Exchange on in the given rows, in place."""
+    if not len(rows):
+        return
+    better_KDS = held_KDS[rows]
+    each_KE = weight_KE[rows] / _counts(better_KDS, weight_KE.shape[1])
+    load_KD[rows] = improve(better_KDS, each_KE, close_K[rows], num_rounds)
+    held_KDS[rows] = better_KDS
 
 
 def _counts(held_KDS: IntArray, num_experts: int) -> IntArray:

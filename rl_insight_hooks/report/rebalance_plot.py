@@ -36,7 +36,9 @@ def before_after_png(placement: Placement, result: Assessment) -> bytes:
         )
         axis.set_title(title)
         axis.set_xlabel("device")
-    figure.colorbar(image, ax=axes[:2], label="tokens / mean of the layer", shrink=0.9)
+    figure.colorbar(
+        image, ax=axes[:2], label="tokens / mean of the layer", location="bottom", shrink=0.6
+    )
     axes[0].set_ylabel("layer")
     rows = np.arange(len(layers))
     shown = rows[:: max(1, -(-len(rows) // 40))]
