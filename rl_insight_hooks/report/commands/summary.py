@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``rl-insight-report summary``: the verdict as a table."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def summary(
+    data: Annotated[
+        list[Path], typer.Argument(help="Files or folders; formats are recognised.", metavar="DATA...")
+    ],
+    step: Annotated[str | None, typer.Option("--step", help="Steps: 1,3-7.")] = None,
+    role: Annotated[str | None, typer.Option("--role", help="Roles: a,b.")] = None,
+    rank: Annotated[str | None, typer.Option("--rank", help="Ranks: 0,1 or all.")] = None,
+    layer: Annotated[str | None, typer.Option("--layer", help="Layers: 0,3-7.")] = None,
+    phase: Annotated[str | None, typer.Option("--phase", help="Phases: forward,...")] = None,
+    ep_size: Annotated[
+        int | None, typer.Option("--ep-size", "--num-npus", help="Devices: judge them too, experts in a row.")
+    ] = None,
+    placement: Annotated[
+        Path | None, typer.Option("--map", help="An expert map: judge the devices under it.")
+    ] = None,
+    fail_above: Annotated[
+        list[str] | None,
+        typer.Option("--fail-above", help="metric=limit, e.g. max_over_mean=1.5: exit 3 beyond it."),
+    ] = None,
+    layers_shown: Annotated[
+        int, typer.Option("--layers-shown", help="Layers printed a role; 0: all.", min=0)
+    ] = 10,
+    aggregate: Annotated[
+        str, typer.Option("--aggregate", help="Over ranks: auto, sum, max or one-rank.")
+    ] = "auto",
+    gmm_per_layer: Annotated[
+        int | None, typer.Option("--gmm-per-layer", help="msprobe: calls of one layer pass.")
+    ] = None,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Stop at the first file that cannot be read.")
+    ] = False,
+    jobs: Annotated[int, typer.Option("--jobs", "-j", help="Processes that read.")] = 1,
+    json: Annotated[bool, typer.Option("--json", help="The summary as JSON on stdout.")] = False,
+) -> None:
+    """Judge the load: worst layers first, dead and hottest experts, trend, what an even load would save."""
+    import sys
+
+    from rl_insight_hooks.errors import ThresholdExceededError, UsageError
+    from rl_insight_hooks.report.load import load
+    from rl_insight_hooks.report.speak import (
+        fail_if_incomplete,
+        progress_on_terminal,
+        say_findings,
+        write_json_line,
+    )
+    from rl_insight_hooks.report.summary import Devices, exceeded, parse_thresholds, summarize
+    from rl_insight_hooks.report.summary_text import summary_lines
+
+    limits = parse_thresholds(fail_above or [])
+    if ep_size is not None and placement is not None:
+        raise UsageError("--ep-size and --map both say where experts sit; give one")
+    with progress_on_terminal("reading") as progress:
+        table = load(
+            data,
+            steps=step,
+            roles=role,
+            ranks=rank,
+            layers=layer,
+            phases=phase,
+            merge_ranks=True,
+            aggregate=aggregate,
+            strict=strict,
+            jobs=jobs,
+            gmm_per_layer=gmm_per_layer,
+            progress=progress,
+        )
+    devices = Devices(num_devices=ep_size)
+    if placement is not None:
+        from rl_insight_hooks.rebalance.formats import decode
+
+        devices = Devices(placement=decode(placement.read_bytes(), num_experts=table.num_experts))
+    found = summarize(table, devices)
+    if json:
+        write_json_line(found)
+    else:
+        sys.stdout.write("\n".join(summary_lines(found, num_layers=layers_shown)) + "\n")
+    say_findings(table.problems, table.assumptions)
+    beyond = exceeded(found, limits)
+    if beyond:
+        raise ThresholdExceededError("; ".join(beyond))
+    fail_if_incomplete(table.problems)
