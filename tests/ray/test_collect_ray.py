@@ -4,6 +4,9 @@
 from __future__ import annotations
 
 import os
+import socket
+import subprocess
+import sys
 import time
 
 import pytest
@@ -132,6 +135,30 @@ def test_one_folder_that_all_nodes_see_needs_no_copy(cluster, tmp_path):
     assert report.shared_folder == str(shared)
     assert not (tmp_path / "home").exists()
     assert report.is_complete
+
+
+def test_an_address_where_nobody_listens_is_refused_at_once():
+    from rl_insight_hooks.errors import RlInsightError, UsageError
+    from rl_insight_hooks.report.collect.ray_transport import connect
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    done = subprocess.run(
+        [
+            *(sys.executable, "-c"),
+            "import sys; from rl_insight_hooks.report.collect.ray_transport import connect; "
+            "connect(sys.argv[1])",
+            f"127.0.0.1:{port}",
+        ],
+        capture_output=True,
+        text=True,
+        timeout=30,  # ray.init alone tries for more than ten minutes
+    )
+    assert f"nobody answers at 127.0.0.1:{port}" in done.stderr
+    assert RlInsightError.__name__ in done.stderr
+    with pytest.raises(UsageError, match="Ray Client"):
+        connect("ray://127.0.0.1:10001")
 
 
 def test_a_node_killed_in_the_middle_is_named_and_the_rest_is_complete(cluster, tmp_path):

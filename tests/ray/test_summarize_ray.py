@@ -10,9 +10,9 @@ import sys
 
 import numpy as np
 import pytest
-import ray
 from collect_data import NUM_EXPERTS, NUM_LAYERS, counts_of, write_node, write_step_file
 
+import ray
 from rl_insight_hooks.report.collect.fold import fold_sources
 from rl_insight_hooks.report.collect.node import INCLUDE
 from rl_insight_hooks.report.collect.ray_transport import list_nodes, ray_sources
@@ -108,22 +108,28 @@ def test_command_ships_the_package_and_names_what_a_dead_node_had(cluster, tmp_p
         first = slot * RANKS_PER_NODE
         write_node(folder, range(first, first + RANKS_PER_NODE), STEPS, world_size=16)
     run = [
-        *(sys.executable, "-c", "import typer; from rl_insight_hooks.report.commands import summarize"),
+        *(
+            sys.executable,
+            "-c",
+            "import typer; from rl_insight_hooks.report.commands import summarize",
+        ),
     ]
     run[-1] += "; typer.run(summarize.summarize)"
     args = [f"{tmp_path}/{{node_id}}/load", "--ray", cluster.cluster.address]
     out = tmp_path / "merged.csv"
     env = {**os.environ, "RAY_ENABLE_RECORD_ACTOR_TASK_LOGGING": "0"}
     done = subprocess.run(
-        [*run, *args, "--json", "-o", str(out)], capture_output=True, text=True, timeout=120, env=env
+        [*run, *args, "--json", "-o", str(out)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=env,
     )
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout)
     assert said["num_files"] == 16 * len(STEPS)
     assert said["problems"] == []
-    total = sum(
-        sum(counts_of(2, rank, layer)) for rank in range(16) for layer in range(NUM_LAYERS)
-    )
+    total = sum(sum(counts_of(2, rank, layer)) for rank in range(16) for layer in range(NUM_LAYERS))
     assert sum(load["num_assignments"] for load in said["steps"][2]["layers"]) == total
     assert len(out.read_text().splitlines()) == 1 + len(STEPS) * NUM_LAYERS * NUM_EXPERTS
 

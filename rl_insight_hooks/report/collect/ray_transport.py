@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import re
+import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from rl_insight_hooks.report.collect.model import (
     SourceError,
     Survey,
 )
+from rl_insight_hooks.report.collect.ray_argument import AUTO
 
 if TYPE_CHECKING:
     from rl_insight_hooks.report.collect.fold import FoldRequest, NodeHead
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 BATCH_BYTES = 8 << 20
+_PROBE_S = 10.0
 _BATCHES_AHEAD = 2
 _NODE_DIED = ("NodeDiedError", "LocalRayletDiedError", "OwnerDiedError")
 _RUN_AGAIN = "Run the same command again when it is back: what came is not copied twice."
@@ -73,6 +76,7 @@ def connect(address: str, *, ship_package: bool = False) -> Any:
             "cluster (there --ray auto finds it), or submit it: ray job submit -- rl-insight-report ..."
         )
     if not ray.is_initialized():
+        _probe(address)
         package = str(Path(rl_insight_hooks.__file__).parent)
         runtime_env = {"py_modules": [package]} if ship_package else None
         try:
@@ -85,10 +89,36 @@ def connect(address: str, *, ship_package: bool = False) -> Any:
         except (ConnectionError, ValueError, RuntimeError, TimeoutError) as error:
             first_line = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
             raise RlInsightError(
-                f"--ray {address}: no Ray cluster answers ({first_line}); start this on a node of the "
-                "running cluster, or give its address as in `ray status --address`"
+                f"--ray {address}: Ray cannot connect ({first_line}); start this on a node of the running "
+                "cluster with --ray auto; where Ray asks for a token, set RAY_AUTH_MODE=token as its nodes do"
             ) from None
     return ray
+
+
+def _probe(address: str) -> None:
+    """Raise at once if nobody listens at ``address``: ``ray.init`` itself tries for many minutes.
+
+    Raises:
+        RlInsightError: no connection.
+    """
+    found = address
+    if address == AUTO:
+        try:
+            from ray._private.services import canonicalize_bootstrap_address
+
+            found = canonicalize_bootstrap_address(address) or ""
+        except (ImportError, AttributeError, ConnectionError):
+            return  # another version of Ray, or no cluster at all: ray.init says so at once
+    host, colon, port = found.rpartition(":")
+    if not colon or not port.isdecimal():
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_PROBE_S).close()
+    except (OSError, OverflowError) as error:
+        raise RlInsightError(
+            f"--ray {address}: nobody answers at {found} ({error}); start this on a node of the running "
+            "cluster, or give its address as in `ray status --address`"
+        ) from None
 
 
 def list_nodes(ray: Any) -> list[RayNode]:
