@@ -35,6 +35,7 @@ RULES: dict[str, str] = {
     "duplicate-call": "A dump has two group_list files of one call.",
     "duplicate-rank": "Two files are of the same step, role and rank.",
     "empty-file": "A file has 0 bytes.",
+    "equal-neighbours": "Forward passes of a dump repeat the one before; recompute cannot be ruled out.",
     "expert-out-of-range": "A file names an expert that no model has.",
     "ignored-file": "Files that are no load files.",
     "incomplete-backward": "A dump has fewer recompute or backward passes than forward passes.",

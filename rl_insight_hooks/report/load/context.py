@@ -67,6 +67,10 @@ class ReadContext:
             raise DataError(f"{found.where}: {found.what}. {found.fix} [{found.rule}]")
         self.problems.append(found)
 
+    def problems_at(self, where: str) -> list[Problem]:
+        """Return the problems noted for ``where``."""
+        return [found for found in self.problems if found.where == where]
+
     def assume(self, sentence: str) -> None:
         """Note, once, something that the data does not say and that a reader had to assume."""
         self.assumptions.setdefault(sentence)

@@ -86,6 +86,14 @@ def _parse(lines: list[bytes], path: str, context: ReadContext) -> dict[tuple[in
         rows = loads.setdefault((line.iter, role), {})
         num_again += line.layer in rows
         rows[line.layer] = line.tpe
+    if lines and lines[-1].strip() and not context.problems_at(f"{path}, line {len(lines)}"):
+        context.problem(
+            "torn-line",
+            f"{path}, line {len(lines)}",
+            "the last line has no end: the writer may have been cut off between two lines",
+            "Nothing to do if the run ended there.",
+            SEVERITY_WARNING,
+        )
     if num_strange:
         context.problem(
             "unknown-field",

@@ -204,6 +204,15 @@ def _check(
             "msprobe loses calls under non-reentrant checkpointing; use reentrant, or record with "
             "rl_insight_hooks.",
         )
+    if passes.equal_neighbours:
+        context.problem(
+            "equal-neighbours",
+            dump.path,
+            f"{passes.equal_neighbours} forward passes have the counts of the pass before: two layers that "
+            "route alike, or a recompute whose backward the dump lost",
+            "Keep stack.json, which tells them apart.",
+            SEVERITY_WARNING,
+        )
     forward = sum(phase == PHASE_FORWARD for phase in passes.phase_p)
     for phase in PHASES[1:]:
         num = passes.phase_p.count(phase)

@@ -12,7 +12,9 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -39,7 +41,14 @@ class Passes:
     has_backward: bool = False
     gmm_per_layer: int = 0  # calls of one forward pass; 0: they differ
     assumptions: list[str] = field(default_factory=list)
+    equal_neighbours: int = 0  # forward passes with the counts of the one before, phases not known
     odd_passes: int = 0  # passes whose calls do not share one group_list, or have too few calls
+
+    def count_equal_neighbours(self) -> None:
+        """Note forward passes that repeat the one before: two layers that route alike, or a recompute."""
+        forward = [n for n, phase in enumerate(self.phase_p) if phase == PHASE_FORWARD]
+        counts = self.counts_pe[forward]
+        self.equal_neighbours = int((counts[1:] == counts[:-1]).all(axis=1).sum())
 
     @property
     def num_forward(self) -> int:
@@ -65,8 +74,13 @@ def passes_of(calls: Calls, gmm_per_layer: int | None) -> Passes:
         ]
         starts, phases = _split_by_order(calls, gmm_per_layer)
     else:
-        return _passes_of_runs(calls, gmm_per_layer)
-    return _collect(calls, starts, phases, assumptions)
+        passes = _passes_of_runs(calls, gmm_per_layer)
+        passes.count_equal_neighbours()
+        return passes
+    passes = _collect(calls, starts, phases, assumptions)
+    if not calls.has_stack:
+        passes.count_equal_neighbours()
+    return passes
 
 
 def _collect(
@@ -121,50 +135,104 @@ def _split_known(
     numbers_of = {
         phase: [n for n, name in enumerate(phases) if name == phase] for phase in set(phases)
     }
-    forward = split_forward(calls, numbers_of.get(PHASE_FORWARD, []), gmm_per_layer)
-    sizes = Counter(map(len, forward))
-    usual = sizes.most_common(1)[0][0] if sizes else gmm_per_layer or 0
+    split = way_to_split(calls, numbers_of.get(PHASE_FORWARD, []), gmm_per_layer)
+    forward = split(numbers_of.get(PHASE_FORWARD, []))
+    usual = _usual_size(forward)
     for phase, numbers in numbers_of.items():
         if phase == PHASE_FORWARD:
             groups = forward
         elif phase == PHASE_RECOMPUTE:
-            groups = split_forward(calls, numbers, gmm_per_layer)
+            groups = split(numbers)
         else:
-            groups = _split_equal_runs(calls.counts_ce, numbers, usual or 1)
+            groups = _split_equal_runs(calls.counts_ce, numbers, usual)
         members.extend(groups)
         names.extend([phase] * len(groups))
     return members, names
 
 
-def split_forward(calls: Calls, numbers: list[int], gmm_per_layer: int | None) -> list[list[int]]:
-    """Split forward (or recompute) calls, given in order, into layer passes.
+Groups = list[list[int]]  # call numbers of each pass
+Split = Callable[[list[int]], Groups]
 
-    In this order: ``gmm_per_layer`` where given; a call from the same place as an earlier one of
-    the pass begins a new pass; a pass that came back to the width it began with is over; a change
-    of the list begins a new pass.
+# Share of passes that must have the usual size for a way of splitting to be believed.
+_REGULAR = 0.75
+
+
+def way_to_split(calls: Calls, numbers: list[int], gmm_per_layer: int | None) -> Split:
+    """Return how forward (or recompute) calls, given in order, are split into layer passes.
+
+    ``gmm_per_layer`` where given. Else by place (a call from where the pass already has one begins
+    a new pass) or by widths (a pass that came back to the width it began with is over), whichever
+    gives passes of one size; of two that do, the one with more calls to a pass, since calls from one
+    line, and square weights, make passes too short, never too long. Where only one of the two is
+    known, runs of equal lists count as the other, if all are of one length. A change of the list
+    begins a new pass in all ways.
     """
-    counts = calls.counts_ce
-    groups: list[list[int]] = []
-    stacks: set[int] = set()
-    closed = True
+    if gmm_per_layer is not None:
+        return partial(_split_equal_runs, calls.counts_ce, size=gmm_per_layer)
+    ways: list[tuple[Split, bool]] = []  # with: whether a pass must come back to its first width
+    if numbers and (calls.stack_c[numbers] >= 0).all():
+        ways.append((partial(_split_by_place, calls), False))
+    if numbers and (calls.out_width_c[numbers] >= 0).all():
+        ways.append((partial(_split_by_widths, calls), True))
+    size, _ = _calls_per_pass(_run_lengths(calls.counts_ce[numbers]), None)
+    by_runs = partial(_split_equal_runs, calls.counts_ce, size=size)
+    if len(ways) == 1 and (_run_lengths(calls.counts_ce[numbers]) == size).all():
+        ways.append((by_runs, False))  # every run of equal lists is one pass
+    best: tuple[int, Split] | None = None
+    for way, must_close in ways:
+        groups = way(numbers)
+        usual = _usual_size(groups)
+        good = [
+            len(group) == usual and (_is_closed(calls, group) or not must_close) for group in groups
+        ]
+        if sum(good) >= _REGULAR * len(groups) and (best is None or usual > best[0]):
+            best = (usual, way)
+    if best is not None:
+        return best[1]
+    return ways[0][0] if ways else by_runs
+
+
+def _usual_size(groups: Groups) -> int:
+    return Counter(map(len, groups)).most_common(1)[0][0] if groups else 1
+
+
+def _split_by_place(calls: Calls, numbers: list[int]) -> Groups:
+    groups: Groups = []
+    places: set[int] = set()
     for number in numbers:
-        stack = int(calls.stack_c[number])
-        if not groups or (counts[number] != counts[groups[-1][0]]).any():
-            begins = True
-        elif gmm_per_layer is not None:
-            begins = len(groups[-1]) >= gmm_per_layer
-        elif stack >= 0:
-            begins = stack in stacks
-        else:
-            begins = closed
-        if begins:
+        place = int(calls.stack_c[number])
+        if not groups or place in places or not _same(calls.counts_ce, number, groups[-1][0]):
             groups.append([])
-            stacks = set()
+            places = set()
         groups[-1].append(number)
-        stacks.add(stack)
-        width = int(calls.in_width_c[groups[-1][0]])
-        closed = width >= 0 and len(groups[-1]) > 1 and int(calls.out_width_c[number]) == width
+        places.add(place)
     return groups
+
+
+def _split_by_widths(calls: Calls, numbers: list[int]) -> Groups:
+    groups: Groups = []
+    for number in numbers:
+        if (
+            not groups
+            or _is_closed(calls, groups[-1])
+            or not _same(calls.counts_ce, number, groups[-1][0])
+        ):
+            groups.append([])
+        groups[-1].append(number)
+    return groups
+
+
+def _is_closed(calls: Calls, group: list[int]) -> bool:
+    """Return True if the pass came back to the width that it began with."""
+    return len(group) > 1 and calls.out_width_c[group[-1]] == calls.in_width_c[group[0]]
+
+
+def _run_lengths(counts_ce: IntArray) -> npt.NDArray[np.int64]:
+    """Return lengths of the runs of equal lists."""
+    if not len(counts_ce):
+        return np.zeros(0, dtype=np.int64)
+    changes = np.flatnonzero((counts_ce[1:] != counts_ce[:-1]).any(axis=1)) + 1
+    return np.diff(np.concatenate([[0], changes, [len(counts_ce)]])).astype(np.int64)
 
 
 def _split_equal_runs(counts_ce: IntArray, numbers: list[int], size: int) -> list[list[int]]:
@@ -192,9 +260,8 @@ def _split_by_order(calls: Calls, gmm_per_layer: int | None) -> tuple[list[list[
         if partner is not None:
             phases[partner] = PHASE_DX
     forward = [number for number in range(num) if phases[number] == PHASE_FORWARD]
-    groups = split_forward(calls, forward, gmm_per_layer)
-    sizes = Counter(map(len, groups))
-    usual = sizes.most_common(1)[0][0] if sizes else 1
+    groups = way_to_split(calls, forward, gmm_per_layer)(forward)
+    usual = _usual_size(groups)
     names = _tell_recompute(calls, groups, phases, usual)
     members = list(groups)
     for phase in _BACKWARD:
@@ -276,9 +343,8 @@ def _same(counts: IntArray, first: int, second: int) -> bool:
 def _passes_of_runs(calls: Calls, gmm_per_layer: int | None) -> Passes:
     """Runs of equal lists are all there is: a forward pass is g calls, its backward 2g, with recompute 3g."""
     counts = calls.counts_ce
-    changes = np.flatnonzero((counts[1:] != counts[:-1]).any(axis=1)) + 1
-    starts = np.concatenate([np.zeros(1, dtype=np.int64), changes])
-    lengths = np.diff(np.append(starts, calls.num_calls))
+    lengths = _run_lengths(counts)
+    starts = np.cumsum(lengths) - lengths
     size, how = _calls_per_pass(lengths, gmm_per_layer)
     units = -(-lengths // size)
     odd = int((lengths % size != 0).sum())

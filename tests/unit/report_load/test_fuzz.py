@@ -189,6 +189,16 @@ def _num_pristine(names):
     return _PRISTINE[key]
 
 
+def _is_shorter_log(root):
+    """Return True if a .jsonl was cut between two lines: then it is a shorter log, and nothing can tell."""
+    pristine = GOLDEN / "megatron" / "tokens_per_expert" / "rank0.jsonl"
+    path = root / pristine.relative_to(GOLDEN)
+    if not path.is_file():
+        return False
+    data = path.read_bytes()
+    return data.endswith(b"\n") and pristine.read_bytes().startswith(data)
+
+
 def _try(run, seed):
     """Return (result, None), or (None, our error); any other exception, or a warning, is a failure."""
     try:
@@ -217,7 +227,11 @@ def test_mutated_inputs(tmp_path, batch):
             assert len(_keys(table)) == table.num_rows, seed
             assert (table.counts_NE >= 0).all(), seed
             assert all(p.where and p.what and p.fix and p.rule for p in table.problems), seed
-            if table.num_rows < _num_pristine(names) and not rearranged:
+            if (
+                table.num_rows < _num_pristine(names)
+                and not rearranged
+                and not _is_shorter_log(root)
+            ):
                 said = [p for p in table.problems if p.severity != "note"] or table.assumptions
                 assert said, f"seed {seed}: rows were dropped in silence"
         shutil.rmtree(root)

@@ -291,6 +291,48 @@ def test_neighbouring_layers_with_equal_counts_stay_two(tmp_path, files):
     assert _counts_by_layer(load(tmp_path)) == dict.fromkeys(range(4), same)
 
 
+@pytest.mark.parametrize("files", ["both", "dump", "stack", "none"])
+@pytest.mark.parametrize("gmms", [2, 3])
+def test_calls_from_one_line_are_one_pass(tmp_path, files, gmms):
+    """All matmuls of a layer in one line of code: the stacks do not tell them apart."""
+    rng = random.Random(gmms)
+    run = _play(
+        rng, layers=4, gmms=gmms, cumulative=True, micro_batches=2, unit=1, schedule="one by one"
+    )
+    for call in run.calls:
+        call["frames"] = [
+            frame.replace("line 1,", "line 0,").replace("line 2,", "line 0,")
+            for frame in call["frames"]
+        ]
+    folder = tmp_path / "step_1" / "actor_update" / "step0" / "rank0"
+    run.write(folder, dump=files in ("both", "dump"), stack=files in ("both", "stack"))
+    assert _counts_by_layer(load(tmp_path)) == dict(enumerate(run.truth))
+
+
+@pytest.mark.parametrize("files", ["both", "stack"])
+def test_square_weights_need_the_places(tmp_path, files):
+    run = Run(layers=3, gmms=3, experts=4, cumulative=False, hidden=8, inner=8)
+    for number, counts in enumerate([[1, 2, 3, 4], [4, 3, 2, 1], [4, 3, 2, 1]]):
+        run.layer(number, counts, recompute=False)
+    run.write(tmp_path / "step0" / "rank0", dump=files == "both")
+    assert _counts_by_layer(load(tmp_path)) == dict(enumerate(run.truth))
+
+
+def test_a_possible_recompute_is_named_where_nothing_tells(tmp_path, by_rule):
+    rng = random.Random(2)
+    run = Run(layers=3, gmms=2, experts=4, cumulative=False)
+    loads = _loads(rng, 3, 4, 30)
+    for number in range(3):
+        run.layer(number, loads[number], recompute=False)
+    run.layer(2, loads[2], recompute=True)  # the dump ends here
+    for name, dump, stack in (("a", True, False), ("b", False, False), ("c", True, True)):
+        folder = tmp_path / name / "step_1" / "actor_update" / "step0" / "rank0"
+        run.write(folder, dump=dump, stack=stack)
+        found = by_rule(load(tmp_path / name))
+        assert ("equal-neighbours" in found) == (not stack)
+    assert _counts_by_layer(load(tmp_path / "c")) == dict(enumerate(run.truth))
+
+
 def test_equal_layers_of_tensors_alone_need_gmm_per_layer(tmp_path):
     run = Run(layers=4, gmms=2, experts=4, cumulative=False)
     for number in range(4):

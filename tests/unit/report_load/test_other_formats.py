@@ -64,6 +64,13 @@ def test_megatron_bad_lines_are_named_and_left_out(tmp_path, rows_of, by_rule, l
     assert problem.where == f"{path}, line 2"
 
 
+def test_megatron_last_line_without_an_end_is_read_and_named(tmp_path, rows_of, by_rule):
+    _jsonl(tmp_path, 0, ['{"iter": 1, "layer": 0, "tpe": [[1, 2]]}'])
+    table = load(tmp_path)
+    assert rows_of(table) == [[1, "train", 0, 0, "forward", 0, [1, 2]]]
+    assert by_rule(table)["torn-line"][0].severity == "warning"
+
+
 # --- SGLang ----------------------------------------------------------------------------------------
 
 
