@@ -154,7 +154,7 @@ def test_ranks_of_a_replica(engine, tmp_path, monkeypatch):
 
 
 def test_a_stage_in_the_same_process_has_its_own_counts(engine, rih, tmp_path):
-    """MindSpeed-RL's engine runs inside its train worker: the stage gets the counts, the rest is not written."""
+    """MindSpeed-RL's engine runs inside its train worker: the stage gets the counts."""
     worker = engine[0]()
     worker.load_model()
     with rih.record(tmp_path, step=4, role="actor_generate_sequences"):
