@@ -91,7 +91,9 @@ def flags_of(function: Callable[..., Any]) -> dict[str, tuple[str, ...]]:
     flags: dict[str, tuple[str, ...]] = {}
     for name, parameter in inspect.signature(function, eval_str=True).parameters.items():
         for note in getattr(parameter.annotation, "__metadata__", ()):
-            declared = tuple(d for d in (getattr(note, "param_decls", None) or ()) if d.startswith("-"))
+            # inside Annotated typer takes the first name of an option for its default
+            named = (getattr(note, "default", None), *(getattr(note, "param_decls", None) or ()))
+            declared = tuple(d for d in named if isinstance(d, str) and d.startswith("-"))
             if declared:
                 flags[name] = declared
     return flags
