@@ -11,6 +11,7 @@ import typer
 
 from rl_insight_hooks._version import __version__
 from rl_insight_hooks.report import grammar
+from rl_insight_hooks.report.collect.ray_argument import with_ray_address
 
 COMMANDS = {
     "summary": "The verdict as a table: worst layers, dead and hottest experts, trend.",
@@ -32,7 +33,7 @@ _EPILOG = "Keys as in rl-insight are understood too, e.g. input.path=D output.pa
 
 def invoke(argv: list[str]) -> Any:
     """Run ``argv``; returns what the command returned. Raises click's and our own errors."""
-    argv = grammar.translate(argv, COMMANDS, _command)
+    argv = grammar.translate(with_ray_address(argv), COMMANDS, _command)
     name = next((arg for arg in argv if not arg.startswith("-")), None)
     app = _app(name if name in COMMANDS else None)
     return app(args=argv, prog_name="rl-insight-report", standalone_mode=False)

@@ -18,6 +18,7 @@ from rl_insight_hooks.errors import DataError
 from rl_insight_hooks.loadstats import headline_phase
 from rl_insight_hooks.packfile import PACK_DIR
 from rl_insight_hooks.paths import role_dir
+from rl_insight_hooks.report import metrics
 from rl_insight_hooks.report.load import load
 from rl_insight_hooks.report.select import parse_names
 from rl_insight_hooks.report.table import NO_STEP, LoadTable
@@ -119,7 +120,7 @@ class Follower:
         problems = [text for step in known for text in self._read[step][2]]
         return Snapshot(
             folder=str(self._folder),
-            roles=tuple(views_of(loads)),
+            roles=tuple(_views(loads)),
             complete=tuple(_complete(loads)),
             problems=tuple(dict.fromkeys(problems)),
         )
@@ -236,16 +237,15 @@ def layer_loads(table: LoadTable, rows: list[int]) -> tuple[LayerLoad, ...]:
         layer, total = int(table.layer_N[row]), int(counts_E.sum())
         if total == 0:
             continue
-        mean = total / counts_E.size
         hottest = int(counts_E.argmax())
         found.append(
             LayerLoad(
                 layer=layer,
                 label=table.layer_label(layer),
                 num_assignments=total,
-                max_over_mean=float(counts_E[hottest]) / mean,
-                cv=float(counts_E.std()) / mean,
-                num_dead=int((counts_E == 0).sum()),
+                max_over_mean=float(metrics.max_over_mean(counts_E[None])[0]),
+                cv=float(metrics.coefficient_of_variation(counts_E[None])[0]),
+                num_dead=int(metrics.num_dead(counts_E[None])[0]),
                 hottest=first + hottest,
                 hottest_share=float(counts_E[hottest]) / total,
             )
@@ -253,8 +253,7 @@ def layer_loads(table: LoadTable, rows: list[int]) -> tuple[LayerLoad, ...]:
     return tuple(sorted(found, key=lambda one: (-one.max_over_mean, one.layer)))
 
 
-def views_of(loads: list[StepLoad]) -> list[RoleView]:
-    """Return what there is to say of each role, by name."""
+def _views(loads: list[StepLoad]) -> list[RoleView]:
     views = []
     for role in sorted({one.role for one in loads}):
         steps = [one for one in loads if one.role == role]

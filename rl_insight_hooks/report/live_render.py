@@ -15,19 +15,18 @@ def snapshot_lines(snapshot: Snapshot, *, num_layers: int, width: int | None = N
     if not snapshot.roles and not snapshot.problems:
         lines.append(f"{snapshot.folder}: no step is finished yet")
     for view in snapshot.roles:
-        lines += ["", *role_lines(view, num_layers)] if lines else role_lines(view, num_layers)
+        lines += ["", *_role_lines(view, num_layers)] if lines else _role_lines(view, num_layers)
     lines += [f"problem: {text}" for text in snapshot.problems[:5]]
     if len(snapshot.problems) > 5:
         lines.append(f"problem: {len(snapshot.problems)} in all; see rl-insight-report check")
     return [line[:width] for line in lines]
 
 
-def role_lines(view: RoleView, num_layers: int, *, shows_ranks: bool = True) -> list[str]:
-    """Return the lines of one role: worst layers first."""
+def _role_lines(view: RoleView, num_layers: int) -> list[str]:
     shown = view.shown
     step = step_text(shown.step) if shown.step >= 0 else "since the start of the run"
     head = f"{shown.role}  {step}  ({shown.phase})  worst max/mean {shown.worst:.2f}"
-    lines = [f"{head}  {_ranks_text(view)}" if shows_ranks else head]
+    lines = [f"{head}  {_ranks_text(view)}"]
     if len(view.trend) > 1:
         values = " ".join(f"{value:.2f}" for value in view.trend[-_NUM_TREND:])
         lines.append(f"  trend of the worst: {values}  {view.direction}".rstrip())

@@ -4,13 +4,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 if TYPE_CHECKING:
     from rl_insight_hooks.report.collect.fold import Folded
-    from rl_insight_hooks.report.live import StepLoad
+    from rl_insight_hooks.report.summary import Summary
 
 
 def summarize(
@@ -32,7 +32,18 @@ def summarize(
         typer.Option("--output", "-o", help="Write the merged table: f.csv, f.json or f.parquet."),
     ] = None,
     force: Annotated[bool, typer.Option("--force", "-f", help="Replace what is there.")] = False,
-    top: Annotated[int, typer.Option("--top", help="Worst layers of each role to show.")] = 8,
+    ep_size: Annotated[
+        int | None, typer.Option("--ep-size", help="Devices: judge them too, experts in a row.")
+    ] = None,
+    fail_above: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--fail-above", help="metric=limit, e.g. max_over_mean=1.5: exit 3 beyond it."
+        ),
+    ] = None,
+    layers_shown: Annotated[
+        int, typer.Option("--layers-shown", help="Layers printed a role; 0: all.", min=0)
+    ] = 10,
     parallel: Annotated[int, typer.Option("--parallel", help="Nodes at a time.")] = 8,
     timeout: Annotated[
         float, typer.Option("--timeout", metavar="S", help="Seconds without an answer to give up.")
@@ -40,7 +51,7 @@ def summarize(
     json: Annotated[bool, typer.Option("--json", help="The summary as JSON on stdout.")] = False,
 ) -> None:
     """Fold the loads of all nodes of a Ray cluster where they lie; exit code 4 if a node or rank is missing."""
-    from rl_insight_hooks.errors import DataError, UsageError
+    from rl_insight_hooks.errors import DataError, ThresholdExceededError, UsageError
     from rl_insight_hooks.report.collect.fold import AGGREGATES, fold_sources
     from rl_insight_hooks.report.collect.node import INCLUDE
     from rl_insight_hooks.report.collect.ray_transport import (
@@ -48,22 +59,24 @@ def summarize(
         connect,
         ray_sources,
     )
-    from rl_insight_hooks.report.live import step_loads
     from rl_insight_hooks.report.select import make_selection
     from rl_insight_hooks.report.speak import (
         fail_if_incomplete,
         progress_on_terminal,
         say_findings,
     )
+    from rl_insight_hooks.report.summary import Devices, exceeded, parse_thresholds
+    from rl_insight_hooks.report.summary import summarize as judge
 
+    limits = parse_thresholds(fail_above or [])
     check_template(data)
     if aggregate not in AGGREGATES:
         raise UsageError(
             f"--aggregate {aggregate!r}: choose one of {', '.join(AGGREGATES)} (others need all ranks at "
             "one place: use collect)"
         )
-    if parallel < 1 or top < 1 or timeout <= 0:
-        raise UsageError("--parallel and --top are at least 1, --timeout more than 0 seconds")
+    if parallel < 1 or timeout <= 0:
+        raise UsageError("--parallel is at least 1, --timeout more than 0 seconds")
     kind = _kind_of(output, force)
     selection = make_selection(steps=step, roles=role, ranks=rank, layers=layer, phases=phase)
     sources, dead = ray_sources(connect(ray, ship_package=True), data, INCLUDE, timeout)
@@ -81,11 +94,14 @@ def summarize(
         from rl_insight_hooks.report.export import export
 
         export(table, output, kind, overwrite=force)
-    loads = step_loads(table)
+    found = judge(table, Devices(num_devices=ep_size))
     if json:
-        _print_json(folded, loads, len(sources), dead)
+        _print_json(folded, found, len(sources), dead)
     else:
-        _print_text(folded, loads, len(sources), top)
+        _print_text(folded, found, len(sources), layers_shown)
+    beyond = exceeded(found, limits)
+    if beyond:
+        raise ThresholdExceededError("; ".join(beyond))
     fail_if_incomplete(table.problems)
 
 
@@ -106,33 +122,21 @@ def _kind_of(output: Path | None, force: bool) -> str | None:
     return kind
 
 
-def _print_text(folded: Folded, loads: list[StepLoad], num_nodes: int, top: int) -> None:
+def _print_text(folded: Folded, found: Summary, num_nodes: int, num_layers: int) -> None:
     from rl_insight_hooks.report.collect.render import size_text
-    from rl_insight_hooks.report.live import views_of
-    from rl_insight_hooks.report.live_render import role_lines
+    from rl_insight_hooks.report.summary_text import summary_lines
 
-    for number, view in enumerate(views_of(loads)):
-        if number:
-            typer.echo("")
-        for line in role_lines(view, top, shows_ranks=False):
-            typer.echo(line)
+    for line in summary_lines(found, num_layers=num_layers):
+        typer.echo(line)
     typer.echo(
         f"\n{num_nodes} nodes, {folded.num_files} files, {folded.table.num_rows} merged rows, "
         f"{size_text(folded.num_bytes)} of counts came home"
     )
 
 
-def _print_json(folded: Folded, loads: list[StepLoad], num_nodes: int, dead: list[str]) -> None:
-    import dataclasses
-
-    from rl_insight_hooks.report.export_flat import problem_dict
+def _print_json(folded: Folded, found: Summary, num_nodes: int, dead: list[str]) -> None:
     from rl_insight_hooks.report.speak import write_json_line
 
-    steps: list[dict[str, Any]] = []
-    for load in loads:
-        said = dataclasses.asdict(load)
-        del said["ranks"]
-        steps.append(said)
     write_json_line(
         {
             "schema": "rl-insight-hooks/summarize/1",
@@ -141,8 +145,6 @@ def _print_json(folded: Folded, loads: list[StepLoad], num_nodes: int, dead: lis
             "dead_nodes": dead,
             "num_files": folded.num_files,
             "num_bytes": folded.num_bytes,
-            "steps": steps,
-            "assumptions": folded.table.assumptions,
-            "problems": [problem_dict(problem) for problem in folded.table.problems],
+            "summary": found,
         }
     )
