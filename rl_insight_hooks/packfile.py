@@ -21,7 +21,6 @@ import io
 import logging
 import os
 import re
-import zipfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -113,6 +112,8 @@ def _remove(path: Path, root: Path) -> None:
 
 def encode_pack(files: list[LoadFile]) -> bytes:
     """Return the bytes of a pack of ``files``; equal files give equal bytes."""
+    import zipfile
+
     import numpy as np
 
     counts = [holder.counts for load_file in files for holder in _holders(load_file)]
@@ -179,6 +180,8 @@ def read_pack_arrays(
 
 
 def _arrays(data: bytes, where: str | os.PathLike[str]) -> dict[str, Any]:
+    import zipfile
+
     import numpy as np
 
     found = {}

@@ -9,7 +9,6 @@ Ranks that hold equal counts saw the same tokens (all-gather dispatch): they cou
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 
@@ -35,7 +34,11 @@ _decoder = msgspec.json.Decoder(dict[str, dict[str, int]])
 
 def read_collects(paths: list[str], sink: Sink, context: ReadContext) -> None:
     """Put every file of ``paths`` into ``sink``; equal files are named and marked as copies."""
+    if not paths:
+        return
     context.roles_seen.add(ROLE)
+    import hashlib  # loads OpenSSL: 10 ms that nobody else needs
+
     first_with: dict[str, int] = {}
     num_equal = 0
     taken: set[int] = set()

@@ -7,10 +7,9 @@ that the pipes are not the bottleneck.
 
 from __future__ import annotations
 
-import multiprocessing
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -19,6 +18,9 @@ from rl_insight_hooks.report.load.native import read_native
 from rl_insight_hooks.report.load.sink import Block, Sink
 from rl_insight_hooks.report.select import Selection
 from rl_insight_hooks.report.table import LoadTable, Problem
+
+if TYPE_CHECKING:
+    from concurrent.futures import ProcessPoolExecutor
 
 # Fewer files than this are read faster by one process than workers start.
 MIN_FILES = 1024
@@ -59,6 +61,9 @@ def read_native_in_processes(
     if jobs == 1 or len(paths) < min_files:
         read_native(paths, sink, context)
         return
+    import multiprocessing
+    from concurrent.futures import ProcessPoolExecutor
+
     tasks = [paths[at : at + _FILES_PER_TASK] for at in range(0, len(paths), _FILES_PER_TASK)]
     spawn = multiprocessing.get_context("spawn")  # safe where the caller has threads
     with ProcessPoolExecutor(min(jobs, len(tasks)), mp_context=spawn) as pool:

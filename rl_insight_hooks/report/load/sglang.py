@@ -29,6 +29,8 @@ IntArray = npt.NDArray[np.int64]
 
 def read_sglang(paths: list[str], sink: Sink, context: ReadContext) -> None:
     """Put every dump of ``paths`` into ``sink``; several are numbered as steps, in order of their names."""
+    if not paths:
+        return
     if len(paths) > 1:
         context.assume(
             f"{len(paths)} SGLang dumps: numbered as steps 0 to {len(paths) - 1}, by name"
