@@ -274,7 +274,11 @@ class CallReader:
         """No dump.json: cumulative only if every list of the dump is non-decreasing, else counts."""
         kept: list[IntArray | None] = []
         flat = [value for value in values if value.ndim == 1]
-        cumulative = bool(flat) and all(_is_cumulative(value) for value in flat)
+        table = np.stack(flat) if len({value.size for value in flat}) == 1 else None
+        if table is not None:
+            cumulative = bool((table[:, 1:] >= table[:, :-1]).all())
+        else:
+            cumulative = bool(flat) and all(_is_cumulative(value) for value in flat)
         self.context.assume(
             "msprobe dump without dump.json: group_list taken as "
             + (
@@ -283,6 +287,8 @@ class CallReader:
                 else "counts (not all lists rise)"
             )
         )
+        if table is not None and len(flat) == len(values) and table.min(initial=0) >= 0:
+            return list(group_lists.counts_from_cumulative(table) if cumulative else table)
         for index, raw in zip(indices, values, strict=True):
             kind = group_lists.SPARSE_PAIRS if raw.ndim == 2 else int(not cumulative)
             try:

@@ -150,10 +150,11 @@ def _walk(root: str, found: Found, visited: set[tuple[int, int]], context: ReadC
             continue
         folders: list[str] = []
         links: list[str] = []
+        tensor_names: list[str] = []
         for entry in entries:
             name = entry.name
             if name.endswith(_GROUP_LIST_SUFFIX):
-                _dump_of(folder, found).tensor_names.append(name)
+                tensor_names.append(name)
                 continue
             try:
                 is_dir = entry.is_dir()
@@ -165,6 +166,8 @@ def _walk(root: str, found: Found, visited: set[tuple[int, int]], context: ReadC
                 links.append(entry.path)
             else:
                 folders.append(entry.path)
+        if tensor_names:
+            _dump_of(folder, found).tensor_names += tensor_names
         # Real folders come first, so that a link beside the folder that it leads to changes nothing.
         waiting = links[::-1] + waiting if links else waiting
         waiting.extend(reversed(folders))
