@@ -93,6 +93,39 @@ def pack_steps(
     return target
 
 
+class Packer:
+    """Folds steps while a run goes on: the writer thread tells it of every step file that it wrote.
+
+    A step is finished when a later one of the same role was written; when ``every`` steps are
+    finished they become one pack. The newest step always stays JSON, and so do the last ones of the
+    run (``rl-insight-report pack`` takes them). With ``every`` 0 nothing is packed.
+    """
+
+    def __init__(self, every: int) -> None:
+        self._every = every
+        self._loose: dict[tuple[str, str, int], set[int]] = {}
+
+    def wrote(
+        self, root: str | os.PathLike[str], role: str, rank: int, step: int | None
+    ) -> Path | None:
+        """Note a step file that is on disk; return the pack, if one was made now.
+
+        Raises:
+            OSError, DataError: see :func:`pack_steps`. The steps stay loose and are tried again
+            with the next one.
+        """
+        if not self._every or step is None:
+            return None
+        loose = self._loose.setdefault((os.fspath(root), role, rank), set())
+        loose.add(step)
+        finished = loose - {max(loose)}
+        if len(finished) < self._every:
+            return None
+        packed = pack_steps(root, role, rank, finished)
+        loose -= finished
+        return packed
+
+
 def _by_step(files: list[LoadFile]) -> dict[int, LoadFile]:
     return {load_file.step: load_file for load_file in files if load_file.step is not None}
 

@@ -16,7 +16,7 @@ import pytest
 
 from rl_insight_hooks import packfile
 from rl_insight_hooks.errors import DataError
-from rl_insight_hooks.packfile import pack_path, pack_steps, read_pack
+from rl_insight_hooks.packfile import Packer, pack_path, pack_steps, read_pack
 from rl_insight_hooks.report.load import load
 from rl_insight_hooks.report.pack import pack_folder, unpack_folder
 
@@ -125,6 +125,43 @@ def test_a_rerun_packed_under_the_same_name_replaces_its_step_only(tmp_path, wri
     path = pack_steps(tmp_path, "actor", 0, [1, 2, 3])
     assert path == pack_path(tmp_path, "actor", 0, 1, 3)
     assert [row[-1] for row in rows_of(load(tmp_path))] == [[9, 9], [2, 2], [8, 8]]
+
+
+def test_packer_folds_while_the_run_goes_on(tmp_path, write_step, rows_of):
+    packer = Packer(every=3)
+    made = []
+    for step in range(1, 9):
+        for role in ("actor", "critic"):
+            write_step(tmp_path, step, role, 0, {0: [step, 1]})
+            path = packer.wrote(tmp_path, role, 0, step)
+            if path is not None:
+                made.append((step, role, path.name))
+    assert made == [
+        (4, "actor", "pack_1-3.npz"),
+        (4, "critic", "pack_1-3.npz"),
+        (7, "actor", "pack_4-6.npz"),
+        (7, "critic", "pack_4-6.npz"),
+    ]
+    loose = sorted(path.parts[-4] for path in tmp_path.rglob("group_list.json"))
+    assert loose == ["step_7", "step_7", "step_8", "step_8"]
+    assert [row[0] for row in rows_of(load(tmp_path, roles="critic"))] == list(range(1, 9))
+
+
+def test_packer_tries_again_and_can_be_off(tmp_path, write_step, monkeypatch):
+    packer = Packer(every=1)
+    write_step(tmp_path, 1, "actor", 0, {0: [1]})
+    write_step(tmp_path, 2, "actor", 0, {0: [1]})
+    assert packer.wrote(tmp_path, "actor", 0, 1) is None
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            packfile, "write_atomic", lambda path, data: (_ for _ in ()).throw(OSError(28, "full"))
+        )
+        with pytest.raises(OSError, match="full"):
+            packer.wrote(tmp_path, "actor", 0, 2)
+    write_step(tmp_path, 3, "actor", 0, {0: [1]})
+    assert packer.wrote(tmp_path, "actor", 0, 3).name == "pack_1-2.npz"
+    assert Packer(every=0).wrote(tmp_path, "actor", 0, 3) is None
+    assert packer.wrote(tmp_path, "actor", 0, None) is None
 
 
 def test_nothing_to_pack_is_none(tmp_path):
