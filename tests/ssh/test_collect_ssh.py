@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
+import subprocess
+import sys
 import time
 
 import pytest
@@ -170,3 +173,43 @@ def test_names_with_spaces_quotes_and_backslashes(sources, tmp_path):
         assert tree(home) == tree(one)
         assert report.num_identical == 1
         assert report.is_complete
+
+
+def test_the_command_line(sshd, tmp_path):
+    one, two, home = tmp_path / "one", tmp_path / "two", tmp_path / "home"
+    write_node(one, [0, 1], [1, 2], world_size=4)
+    write_node(two, [2, 3], [1, 2], world_size=4)
+    hosts = tmp_path / "hosts"
+    hosts.write_text(f"# two of them\nalpha:{one}\nbeta  # in the default folder\n")
+    command = [
+        *(sys.executable, "-m", "rl_insight_hooks.report.main", "collect"),
+        *("--hosts", str(hosts), "--path", str(two), "--ssh-config", str(sshd.config)),
+        *("-o", str(home), "--json"),
+    ]
+
+    def run(*more: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [*command, *more], capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL
+        )
+
+    done = run()
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout)
+    assert (said["num_new"], said["problems"]) == (8, [])
+    assert tree(home) == tree(one) | tree(two)
+
+    done = run("--ssh", f"refusing:{one}")
+    assert done.returncode == 4
+    said = json.loads(done.stdout)
+    assert [source["status"] for source in said["sources"]].count("failed") == 1
+    assert "Permission denied" in done.stdout
+    assert "Traceback" not in done.stderr
+
+    done = subprocess.run(
+        [*command[:4], f"--ssh=closed:{one}", "--ssh-config", str(sshd.config), "-o", str(home)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 1
+    assert "no source delivered a file" in done.stderr

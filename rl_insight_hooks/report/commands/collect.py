@@ -18,7 +18,7 @@ def collect(
         list[str] | None,
         typer.Argument(
             help="With --ray: the data folder on the nodes. With --ssh: more user@host:path.",
-            metavar="DATA...",
+            metavar="DATA",
         ),
     ] = None,
     output: Annotated[

@@ -221,13 +221,13 @@ def test_tensorboard_scalars(tmp_path):
     }
 
 
-RUN = "import typer; from rl_insight_hooks.report.commands.watch import watch; typer.run(watch)"
+RUN = [sys.executable, "-m", "rl_insight_hooks.report.main", "watch", "--interval", "0.1"]
 
 
 def start_on_terminal(data: pathlib.Path):
     ours, theirs = pty.openpty()
     process = subprocess.Popen(
-        [sys.executable, "-c", RUN, str(data), "--interval", "0.1"],
+        [*RUN, str(data)],
         stdin=theirs,
         stdout=theirs,
         stderr=subprocess.PIPE,
@@ -260,7 +260,9 @@ def test_on_a_terminal_it_repaints_and_ctrl_c_leaves_it_clean(tmp_path):
         process.send_signal(signal.SIGINT)
         text = read_until(fd, "\x1b[?1049l")
         assert "\x1b[?25h" in text  # the cursor is back
-        assert process.wait(10) != 0
+        assert process.wait(10) == 130
+        assert process.stderr is not None
+        assert b"Traceback" not in process.stderr.read()
     finally:
         process.kill()
         process.wait()
@@ -270,7 +272,7 @@ def test_on_a_terminal_it_repaints_and_ctrl_c_leaves_it_clean(tmp_path):
 def test_without_a_terminal_it_appends_what_is_new(tmp_path):
     write_node(tmp_path, range(2), [1], world_size=2)
     process = subprocess.Popen(
-        [sys.executable, "-c", RUN, str(tmp_path), "--interval", "0.1"],
+        [*RUN, str(tmp_path)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     )
@@ -280,7 +282,7 @@ def test_without_a_terminal_it_appends_what_is_new(tmp_path):
         write_node(tmp_path, range(2), [2], world_size=2)
         text += read_until(process.stdout.fileno(), "step 2")
         process.send_signal(signal.SIGINT)
-        process.wait(10)
+        assert process.wait(10) == 130
         assert "\x1b" not in text
         assert text.count("actor_update  step 1") == 1
     finally:
