@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
 SUMMARY_METHOD = "rl_insight_summary"
 
-_SUMMARY_WAIT_S = 10.0
-
 # (worker, data) -> (role, engine)
 Rule = Callable[[Any, Any], tuple[str, Any]]
 
@@ -113,7 +111,7 @@ def install(ctx: Context, stages: Stages, modules: Mapping[str, ModuleType]) -> 
             if classes is _LEGACY:
                 ctx.patcher.replace(worker, "init_model", functools.partial(_init_model, stages))
             else:
-                _add_summary(worker, stages)
+                _add_summary(worker)
     profiler = modules.get("verl.utils.profiler.profile")
     if profiler is not None and hasattr(profiler, "DistProfilerExtension"):
         ctx.patcher.replace(
@@ -226,22 +224,29 @@ def _init_model(stages: Stages, original: Any, gate: Gate) -> Any:
     return init_model
 
 
-def _add_summary(worker: type, stages: Stages) -> None:
-    """Give ``worker`` a method that the driver's hook calls on every rank, once a logged step."""
+def _add_summary(worker: type) -> None:
+    """Give ``worker`` the method that the driver's hook calls on every rank."""
     if SUMMARY_METHOD in vars(worker):
         return
-    from verl.single_controller.base.decorator import Dispatch, register
+    from verl.single_controller.base.decorator import MAGIC_ATTR, Dispatch, Execute
 
-    def rl_insight_summary(self: Any, step: int) -> dict[str, float]:
-        with guard.failsafe("verl.summary"):
-            session = stages.session
-            session.writer.flush(_SUMMARY_WAIT_S)
-            summary: dict[str, float] = session.writer.summary(step)
-            return summary
-        return {}
-
-    setattr(worker, SUMMARY_METHOD, register(dispatch_mode=Dispatch.ONE_TO_ALL)(rl_insight_summary))
+    attrs = {"dispatch_mode": Dispatch.ONE_TO_ALL, "execute_mode": Execute.ALL, "blocking": True}
+    setattr(rl_insight_summary, MAGIC_ATTR, attrs)
+    # Ray sends added methods by value where their name does not resolve: then a worker without us still starts
+    rl_insight_summary.__module__ = worker.__module__
+    setattr(worker, SUMMARY_METHOD, rl_insight_summary)
     _added.append(worker)
+
+
+def rl_insight_summary(self: Any, step: int) -> Any:
+    """Return this rank's summary of ``step``; refers to nothing of this module, see ``_add_summary``."""
+    import importlib
+
+    try:
+        ours = importlib.import_module("rl_insight_hooks.integrations.verl.summary")
+    except ImportError:
+        return {}
+    return ours.of_step(step)
 
 
 def _has_key(data: Any, key: str) -> bool:

@@ -156,6 +156,7 @@ import torch, torch_npu
 import rl_insight_hooks as rih
 rih.install()
 from torch.export.decomp_utils import CustomDecompTable
-print(json.dumps([hasattr(torch.ops.npu.npu_grouped_matmul, "__rl_insight_hooks__"), len(CustomDecompTable()) > 0]))
+hooked = hasattr(torch.ops.npu.npu_grouped_matmul, "__rl_insight_hooks__")
+print(json.dumps([hooked, len(CustomDecompTable()) > 0]))
 """
     assert python(code) == [True, True]
