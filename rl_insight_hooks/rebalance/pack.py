@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from rl_insight_hooks.rebalance.placement import FloatArray, IntArray
+from rl_insight_hooks.rebalance.rows import take_rows
 
 
 def pack(weight_KE: FloatArray, count_KE: IntArray, num_devices: int) -> IntArray:
@@ -23,7 +24,7 @@ def pack(weight_KE: FloatArray, count_KE: IntArray, num_devices: int) -> IntArra
     num_rows, num_experts = weight_KE.shape
     each_KE = weight_KE / count_KE
     order_KE = np.argsort(-each_KE, axis=1, kind="stable")
-    copies_KE = np.take_along_axis(count_KE, order_KE, axis=1)
+    copies_KE = take_rows(count_KE, order_KE)
     dealt_KSD = np.repeat(order_KE.ravel(), copies_KE.ravel()).reshape(num_rows, -1, num_devices)
     flat = dealt_KSD.reshape(num_rows, -1) + np.arange(num_rows)[:, None] * num_experts
     size_KSD = each_KE.ravel()[flat].reshape(dealt_KSD.shape)

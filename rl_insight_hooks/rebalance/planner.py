@@ -20,7 +20,7 @@ from rl_insight_hooks.rebalance.shape import Shape, make_shape
 from rl_insight_hooks.rebalance.solve import solve_rows
 
 _OTHER_WAYS = 6  # ways to pair groups that are tried where the best one cannot be packed well
-_HARD = 3e-3
+_HARD = 1e-2  # this far above the bound, the next best pairings are tried
 
 
 def plan(

@@ -11,6 +11,7 @@ import numpy as np
 
 from rl_insight_hooks.rebalance.exchange import Exchanges, exchanges
 from rl_insight_hooks.rebalance.placement import FloatArray, IntArray
+from rl_insight_hooks.rebalance.rows import take_rows
 
 _GAIN = 1 - 1e-9  # an exchange must lower the heavier load by more than rounding
 
@@ -61,7 +62,7 @@ def _pairs(
     """Return the heavy and the light device of each pair, as numbers over all rows' devices."""
     num_devices = load_KD.shape[1]
     order_KD = np.argsort(load_KD, axis=1, kind="stable")
-    sorted_KD = np.take_along_axis(load_KD, order_KD, axis=1)
+    sorted_KD = take_rows(load_KD, order_KD)
     heavy, light = _ranks(num_devices, turn)
     over_KH = sorted_KD[:, heavy] > target_K[:, None]
     over_KH &= sorted_KD[:, heavy] > sorted_KD[:, light]
@@ -111,8 +112,7 @@ def _exchange(
     np.abs(off_QM, out=off_QM)
     best_Q = off_QM.argmin(axis=1)
     order_QT = ways.order_MT[best_Q]
-    slot_QT = np.take_along_axis(slot_QT, order_QT, axis=1)
-    size_QT = np.take_along_axis(size_QT, order_QT, axis=1)
+    slot_QT, size_QT = take_rows(slot_QT, order_QT), take_rows(size_QT, order_QT)
     first_Q, second_Q = size_QT[:, :num_slots].sum(axis=1), size_QT[:, num_slots:].sum(axis=1)
     good_Q = np.maximum(first_Q, second_Q) < load_X[heavy_Q] * _GAIN
     ordered_QS = np.sort(slot_QT.reshape(-1, num_slots), axis=1)
@@ -135,6 +135,6 @@ def _by_weight(
     flat_XS: IntArray, flat_each: FloatArray, heavy_Q: IntArray, light_Q: IntArray
 ) -> IntArray:
     """Return the slots of each pair of devices, each device's by falling weight, int [Q, 2 S]."""
-    both_QS = flat_XS[np.stack([heavy_Q, light_Q], axis=1)]
-    order = np.argsort(-flat_each[both_QS], axis=2, kind="stable")
-    return np.take_along_axis(both_QS, order, axis=2).reshape(len(heavy_Q), -1)
+    both_XS = flat_XS[np.stack([heavy_Q, light_Q], axis=1).ravel()]
+    order_XS = np.argsort(-flat_each[both_XS], axis=1, kind="stable")
+    return take_rows(both_XS, order_XS).reshape(len(heavy_Q), -1)

@@ -18,7 +18,7 @@ _FIRST = (1.0, 0.4)
 _OTHERS = ((1.0, 0.0), (1.0, 0.7), (0.9, 0.0), (0.8, 0.0), (0.6, 0.0))
 
 _CLOSE = 1e-4  # this far above the target is as good as on it
-_HARD = 3e-3  # farther than this, other replica counts are tried
+_HARD = 1e-2  # farther than this, other replica counts are tried
 _FIRST_ROUNDS, _OTHER_ROUNDS, _LAST_ROUNDS, _HARD_ROUNDS = 5, 4, 3, 32
 
 
@@ -38,7 +38,9 @@ def solve_rows(
     hard_K = load_KD.max(axis=1) > target_K * (1 + _HARD)
     near_K = (load_KD.max(axis=1) > close_K) & ~hard_K
     _polish(weight_KE, close_K, held_KDS, load_KD, np.flatnonzero(near_K), _LAST_ROUNDS)
-    _polish(weight_KE, close_K, held_KDS, load_KD, np.flatnonzero(hard_K), _HARD_ROUNDS)
+    # Without replicas to choose, only exchanges are left to find the packing.
+    hard_rounds = _HARD_ROUNDS if num_slots == weight_KE.shape[1] else _LAST_ROUNDS
+    _polish(weight_KE, close_K, held_KDS, load_KD, np.flatnonzero(hard_K), hard_rounds)
     return held_KDS, load_KD
 
 
@@ -68,16 +70,14 @@ def _try_others(
     """Try other replica counts for the rows ``hard_K`` and keep the best of each, in place."""
     num_devices = load_KD.shape[1]
     weight_HE = weight_KE[hard_K]
-    counts = [
-        replicate(weight_HE**exponent, num_slots, num_devices, offset)
-        for exponent, offset in _OTHERS
-    ]
-    count_VE = np.concatenate(counts)
-    weight_VE = np.tile(weight_HE, (len(counts), 1))
+    basis_VE = np.concatenate([weight_HE**exponent for exponent, _ in _OTHERS])
+    offset_V = np.repeat([offset for _, offset in _OTHERS], len(hard_K))
+    count_VE = replicate(basis_VE, num_slots, num_devices, offset_V)
+    weight_VE = np.tile(weight_HE, (len(_OTHERS), 1))
     held_VDS = pack(weight_VE, count_VE, num_devices)
-    close_V = np.tile(close_K[hard_K], len(counts))
+    close_V = np.tile(close_K[hard_K], len(_OTHERS))
     load_VD = improve(held_VDS, weight_VE / count_VE, close_V, _OTHER_ROUNDS)
-    best_H = load_VD.max(axis=1).reshape(len(counts), -1).argmin(axis=0)
+    best_H = load_VD.max(axis=1).reshape(len(_OTHERS), -1).argmin(axis=0)
     from_V = best_H * len(hard_K) + np.arange(len(hard_K))
     better_H = load_VD[from_V].max(axis=1) < load_KD[hard_K].max(axis=1)
     load_KD[hard_K[better_H]] = load_VD[from_V[better_H]]

@@ -37,7 +37,7 @@ def encode(placement: Placement) -> bytes:
     with zipfile.ZipFile(stream, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, array in arrays.items():
             content = io.BytesIO()
-            np.lib.format.write_array(content, np.ascontiguousarray(array), allow_pickle=False)
+            np.lib.format.write_array(content, array, allow_pickle=False)
             entry = zipfile.ZipInfo(f"{name}.npy")  # its time is fixed: 1980
             entry.compress_type = zipfile.ZIP_DEFLATED
             archive.writestr(entry, content.getvalue())
@@ -71,8 +71,8 @@ def decode(data: bytes) -> FoundMap:
     return FoundMap(
         format="deepseek",
         physical_to_logical=phy2log,
-        num_devices=int(arrays["num_devices"]) if "num_devices" in arrays else None,
-        layer_ids=tuple(arrays["layer_ids"].tolist()) if "layer_ids" in arrays else None,
+        num_devices=_whole(arrays, "num_devices", 0).item() if "num_devices" in arrays else None,
+        layer_ids=tuple(_whole(arrays, "layer_ids", 1).tolist()) if "layer_ids" in arrays else None,
         num_experts=num_experts,
     )
 
@@ -82,7 +82,7 @@ def _whole(arrays: dict[str, npt.NDArray[Any]], name: str, ndim: int) -> npt.NDA
     if array is None or array.ndim != ndim or array.dtype.kind not in "iu" or not array.size:
         seen = "missing" if array is None else f"{array.dtype} {list(array.shape)}"
         raise DataError(f"{name} must be whole numbers with {ndim} dimensions; it is {seen}")
-    return np.ascontiguousarray(array, dtype=np.int64)
+    return array.astype(np.int64)
 
 
 def _check_log2phy(phy2log: npt.NDArray[np.int64], log2phy: npt.NDArray[np.int64]) -> None:
