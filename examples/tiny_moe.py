@@ -44,6 +44,7 @@ class MoeBlock(nn.Module):
         with torch.no_grad():
             rank_E = torch.randperm(num_experts).float() + 1
             self.gate.bias.copy_(-skew * rank_E.log())
+            self.gate.weight.mul_(4)  # so that tokens differ in what they like
 
     def forward(self, x_TH: torch.Tensor) -> torch.Tensor:
         weight_TK, expert_TK = self.gate(x_TH).softmax(-1).topk(self.top_k, -1)
@@ -85,7 +86,7 @@ class TinyMoe(nn.Module):
         dense = nn.Sequential(nn.Linear(hidden, width), nn.SiLU(), nn.Linear(width, hidden))
         self.layers = nn.ModuleList([DecoderLayer(dense, hidden)])
         for layer in range(1, num_layers):
-            skew = 0.3 + 1.2 * layer / num_layers  # deeper layers are more skewed
+            skew = 0.2 + 0.8 * layer / num_layers  # deeper layers are more skewed
             self.layers.append(DecoderLayer(MoeBlock(num_experts, top_k, hidden, width, skew), hidden))
         self.head = nn.Linear(hidden, vocab)
         self.checkpointing = checkpointing

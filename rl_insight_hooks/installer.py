@@ -176,6 +176,8 @@ class Installer:
                     refresh = getattr(self._modules[name], "refresh", None)
                     if refresh is not None:
                         refresh(self.context)
+                elif name not in self.reasons and any(t in sys.modules for t in TARGETS[name]):
+                    self._install_one(name)  # put into sys.modules without an import
             overwritten = self.patcher.reassert()
         return overwritten
 

@@ -214,12 +214,12 @@ class Writer:
             gathered.notes.append(f"a region was left by {result.error}: its counts may be partial")
         for mine, theirs in (
             (gathered.dropped, result.dropped),
-            (gathered.dropped, self._take_lost()),
             (gathered.masked, result.masked),
             (gathered.failed, result.failed),
         ):
             for cause, num in theirs.items():
                 mine[cause] = mine.get(cause, 0) + num
+        gathered.dropped.update(self._lost)  # of the whole process: the file that tells may be lost too
         gathered.stamps.update(result.stamps)
         return gathered
 
@@ -307,10 +307,6 @@ class Writer:
     def _lose(self, cause: str) -> None:
         self._lost[cause] = self._lost.get(cause, 0) + 1
         self._name_once(cause)
-
-    def _take_lost(self) -> dict[str, int]:
-        lost, self._lost = self._lost, {}
-        return lost
 
     def _name_once(self, message: str) -> None:
         if message not in self._lost_named:

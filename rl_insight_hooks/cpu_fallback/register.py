@@ -197,7 +197,10 @@ def stand_in() -> ModuleType:
 def install_stand_in() -> ModuleType:
     """Put :func:`stand_in` into ``sys.modules`` as torch_npu, unless torch_npu is there; return torch_npu."""
     if "torch_npu" not in sys.modules:
-        sys.modules["torch_npu"] = stand_in()
+        import wrapt
+
+        sys.modules["torch_npu"] = module = stand_in()
+        wrapt.notify_module_loaded(module)  # who waits for the import of torch_npu hears of it
     return sys.modules["torch_npu"]
 
 

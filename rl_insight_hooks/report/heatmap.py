@@ -7,6 +7,7 @@ matplotlib's object API, no pyplot: no global state, and a third of the import t
 from __future__ import annotations
 
 import math
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -94,7 +95,8 @@ def draw(picture: Heatmap, output: Path, style: Style | None = None) -> tuple[li
     if len(shown) > _MAX_PAGES:
         shown = [picture]
     files = []
-    with matplotlib.rc_context({"font.family": fonts, "svg.fonttype": "none"}):
+    with matplotlib.rc_context({"font.family": fonts, "svg.fonttype": "none"}), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph .* missing")  # the note says it
         top = float(np.nanmax(picture.value_RC)) if np.isfinite(picture.value_RC).any() else 1.0
         for i, page in enumerate(shown):
             drawn = heatmap_data.pooled(page, _row_budget(style, len(page.blocks)))

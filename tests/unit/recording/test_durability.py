@@ -98,16 +98,18 @@ def test_sweep_takes_only_temp_files_of_the_dead(tmp_path):
 
 
 _WRITE_FOREVER = """
+import os
 import sys
 import rl_insight_hooks as rih
 from tiny_run import layer_pass
 root = sys.argv[1]
-print("ready", flush=True)
 step = 0
 while True:
     step += 1
     with rih.record(root, step=step % 7, role="r"):
         layer_pass([step, 2, 3, 4])
+    if step == 1:
+        os.write(1, b"ready\\n")  # one write: the parent writes to the same pipe
 """
 
 
@@ -125,14 +127,15 @@ def test_200_kills_leave_only_whole_files(tmp_path):
         "torch.set_num_threads(1)\n"
         "from tiny_run import torch_npu\n"
         "torch_npu()\n"
+        "import rl_insight_hooks.session, rl_insight_hooks.integrations.torch_npu\n"
         f"CODE = {_WRITE_FOREVER!r}\n"
         "for line in sys.stdin:\n"
         "    pid = os.fork()\n"
         "    if pid == 0:\n"
         "        exec(CODE)\n"
-        "    print(pid, flush=True)\n"
+        "    os.write(1, f'{pid}\\n'.encode())\n"
         "    os.waitpid(pid, 0)\n"
-        "    print('reaped', flush=True)\n"
+        "    os.write(1, b'reaped\\n')\n"
     )
     root = tmp_path / "data"
     process = subprocess.Popen(
@@ -147,10 +150,10 @@ def test_200_kills_leave_only_whole_files(tmp_path):
         for _ in range(200):
             process.stdin.write("go\n")
             process.stdin.flush()
-            lines = {process.stdout.readline().strip() for _ in range(2)}
-            (pid,) = lines - {"ready"}
-            assert "ready" in lines
-            time.sleep(rng.uniform(0.0, 0.05))
+            lines = sorted(process.stdout.readline().strip() for _ in range(2))
+            assert lines[1] == "ready", lines
+            pid = lines[0]
+            time.sleep(rng.uniform(0.0, 0.03))
             os.kill(int(pid), signal.SIGKILL)
             num_kills += 1
             assert process.stdout.readline().strip() == "reaped"
@@ -161,8 +164,10 @@ def test_200_kills_leave_only_whole_files(tmp_path):
                     assert all(sum(r.counts) == r.num_assignments > 0 for r in load.records)
                     seen += 1
     finally:
-        process.stdin.close()
+        process.kill()
         process.wait(timeout=30)
+        process.stdin.close()
+        process.stdout.close()
     assert num_kills == 200
     assert seen > 200
 
@@ -248,7 +253,7 @@ def test_writer_that_is_behind_drops_and_counts(rih, npu, tmp_path, monkeypatch,
     record_steps(rih, tmp_path, [9])
     rih.flush()
     num_written = len(every_load_file(tmp_path))
-    dropped = sum(n for f in every_load_file(tmp_path) for n in f.dropped.values())
+    dropped = sum(read(tmp_path, 9, "r").dropped.values())
     assert num_written + dropped == 9
     assert dropped == 5
 
