@@ -40,6 +40,9 @@ def export(
     gmm_per_layer: Annotated[
         int | None, typer.Option("--gmm-per-layer", help="msprobe: calls of one layer pass.")
     ] = None,
+    num_moe_layers: Annotated[
+        int | None, typer.Option("--num-moe-layers", help="msprobe: MoE layers of one rank.")
+    ] = None,
     ep_size: Annotated[
         int | None, typer.Option("--ep-size", help="msprobe, Megatron: expert-parallel size.")
     ] = None,
@@ -78,6 +81,7 @@ def export(
             strict=strict,
             jobs=jobs,
             gmm_per_layer=gmm_per_layer,
+            num_moe_layers=num_moe_layers,
             ep_size=ep_size,
             progress=progress,
         )

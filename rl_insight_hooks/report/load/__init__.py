@@ -78,7 +78,12 @@ def load(
         raise UsageError(
             f"aggregate {aggregate!r} is unknown; choose one of {', '.join(AGGREGATES)}"
         )
-    for name, value in (("jobs", jobs), ("gmm_per_layer", gmm_per_layer), ("ep_size", ep_size)):
+    for name, value in (
+        ("jobs", jobs),
+        ("gmm_per_layer", gmm_per_layer),
+        ("ep_size", ep_size),
+        ("num_moe_layers", num_moe_layers),
+    ):
         if value is not None and value < 1:
             raise UsageError(f"{name} is {value}; it must be at least 1")
     selection = select.make_selection(

@@ -9,6 +9,9 @@ take for plain digits goes through the schema's own decoder, which names what is
 from __future__ import annotations
 
 import contextlib
+import itertools
+import operator
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -24,7 +27,7 @@ FORMAT = "rl-insight-hooks"
 
 _DIGIT_0 = ord("0")
 _COMMA = ord(",")
-_MAX_DIGITS = 18  # of an int64
+_MAX_DIGITS = 8  # of a number that the fast parser reads
 
 
 def _fields_of(struct: type[msgspec.Struct], **replaced: Any) -> list[Any]:
@@ -106,23 +109,22 @@ def block_of(
         ValueError: the records contradict each other; the message says how.
     """
     records = load_file.records
-    layer_n = np.array([record.layer for record in records], dtype=np.int64)
-    layer_n += _layers_of_earlier_stages(load_file, context)
-    phases = tuple([record.phase for record in records])
+    shape = _shape_of(records)
+    layer_n, names = shape.layer_n, shape.names
+    phases = shape.phases
+    offset = _layers_of_earlier_stages(load_file, context)
+    if offset:
+        layer_n = layer_n + offset
+        names = {layer + offset: name for layer, name in names.items()}
     passes_n = np.array([record.num_passes for record in records], dtype=np.int64)
     tokens_n = np.array(
         [-1 if record.num_tokens is None else record.num_tokens for record in records],
         dtype=np.int64,
     )
     _check(load_file, counts_ne)
-    names = {
-        layer: record.layer_name
-        for layer, record in zip(layer_n.tolist(), records, strict=True)
-        if record.layer_name is not None
-    }
-    id_spaces = {record.id_space or load_file.id_space for record in records}
+    id_spaces = shape.id_spaces | ({load_file.id_space} if shape.has_default_space else set())
     role = load_file.role
-    if len(set(zip(layer_n.tolist(), phases, strict=True))) < len(records):
+    if shape.has_twins:
         layer_n, phases, counts_ne, passes_n, tokens_n = _join_seams(
             layer_n, phases, counts_ne, passes_n, tokens_n
         )
@@ -143,11 +145,11 @@ def block_of(
         num_experts=load_file.num_experts,
         replica=f"{replica}/{load_file.first_expert}" if replica is not None else None,
         is_picked="ranks" in load_file.stamps,
-        id_space=id_spaces.pop() if len(id_spaces) == 1 else load_file.id_space,
+        id_space=next(iter(id_spaces)) if len(id_spaces) == 1 else load_file.id_space,
         top_k=load_file.top_k,
         world_size=load_file.world_size,
         layer_names=names,
-        layer_sources=frozenset(record.layer_source for record in records),
+        layer_sources=shape.layer_sources,
     )
 
 
@@ -182,15 +184,53 @@ def _check(load_file: Any, counts_ne: npt.NDArray[np.int64]) -> None:
             f"layer {records[at].layer}, {records[at].phase}: the counts add up to {int(sums[at])}, "
             f"not to num_assignments {int(claimed[at])}"
         )
-    seen: set[tuple[int, str, str]] = set()
-    for record in records:
-        if record.phase not in schema.PHASES or not UNKNOWN_LAYER <= record.layer < MAX_LAYERS:
-            raise ValueError(
-                f"layer {record.layer}, phase {record.phase!r}: there is no such thing"
-            )
-        seen.add((record.layer, record.phase, record.seam))
-    if len(seen) < len(records):
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """What the records of a file are about, apart from their numbers: equal for most files of a run."""
+
+    layer_n: npt.NDArray[np.int64]
+    phases: tuple[str, ...]
+    names: dict[int, str]
+    layer_sources: frozenset[str]
+    id_spaces: frozenset[str]  # those that records name themselves
+    has_default_space: bool  # some record has the file's
+    has_twins: bool  # two seams recorded one layer and phase
+
+
+_shape_key = operator.attrgetter("layer", "phase", "seam", "layer_source", "id_space", "layer_name")
+_shapes: dict[tuple[Any, ...], _Shape] = {}
+_MAX_SHAPES = 256
+
+
+def _shape_of(records: list[Any]) -> _Shape:
+    """Return the shape of ``records``, remembered from the files before.
+
+    Raises:
+        ValueError: a layer or phase does not exist, or one seam recorded a layer and phase twice.
+    """
+    key = tuple(map(_shape_key, records))
+    known = _shapes.get(key)
+    if known is not None:
+        return known
+    for layer, phase, *_ in key:
+        if phase not in schema.PHASES or not UNKNOWN_LAYER <= layer < MAX_LAYERS:
+            raise ValueError(f"layer {layer}, phase {phase!r}: there is no such thing")
+    if len({part[:3] for part in key}) < len(key):
         raise ValueError("one seam recorded a layer and phase twice")
+    if len(_shapes) >= _MAX_SHAPES:
+        _shapes.clear()
+    shape = _shapes[key] = _Shape(
+        layer_n=np.array([part[0] for part in key], dtype=np.int64),
+        phases=tuple(part[1] for part in key),
+        names={part[0]: part[5] for part in key if part[5] is not None},
+        layer_sources=frozenset(part[3] for part in key),
+        id_spaces=frozenset(part[4] for part in key if part[4] is not None),
+        has_default_space=any(part[4] is None for part in key),
+        has_twins=len({part[:2] for part in key}) < len(key),
+    )
+    return shape
 
 
 def _counts(records: list[Any]) -> npt.NDArray[np.int64]:
@@ -219,13 +259,14 @@ _counts_decoder = msgspec.json.Decoder(list[int])
 def _parse_digits(raws: list[bytes]) -> npt.NDArray[np.int64] | None:
     """Return the numbers in ``[1,2,3]`` texts of equal length as [texts, numbers].
 
-    A vectorised decimal parser: one pass per digit position instead of one object per number. None if something
-    is no plain digit, or the texts differ in length: the slow way reads that, or names it.
+    A vectorised decimal parser, without an object per number. None if something is no plain digit, a
+    number has more than 8 digits, or the texts differ in length: the slow way reads that, or names it.
     """
     text = b",".join([raw[1:-1] for raw in raws])
     chars = np.frombuffer(text, dtype=np.uint8)
     digits: npt.NDArray[np.uint8] = chars - np.uint8(_DIGIT_0)  # wraps: below "0" becomes large
-    commas = np.flatnonzero(digits > 9)
+    is_digit = digits < 10
+    commas = np.flatnonzero(~is_digit)
     if not (chars[commas] == _COMMA).all():
         return None
     num = commas.size + 1
@@ -235,37 +276,43 @@ def _parse_digits(raws: list[bytes]) -> npt.NDArray[np.int64] | None:
     lengths = ends.copy()
     lengths[1:] -= commas + 1
     width, rest = divmod(num, len(raws))
-    text_ends = np.cumsum([len(raw) - 1 for raw in raws]) - 1
+    text_ends = np.fromiter(itertools.accumulate(map(len, raws)), np.int64, len(raws))
+    text_ends -= np.arange(
+        2, 2 + len(raws)
+    )  # a text gives its length, less two brackets, plus a comma
     longest = int(lengths.max())
     if rest or int(lengths.min()) < 1 or longest > _MAX_DIGITS:
         return None
     if (ends[width - 1 :: width] != text_ends).any():
         return None
-    # Two digits fit into a byte: half of the work is done on bytes.
-    short = np.minimum(lengths, _MAX_DIGITS + 1).astype(np.uint8)
-    at = ends - 1
-    values: npt.NDArray[Any] = np.zeros(num, dtype=np.int32 if longest <= 9 else np.int64)
-    for place in range(0, longest, 2):
-        pair = _digit_at(digits, at, short, place)
-        if place + 1 < longest:
-            tens = _digit_at(digits, at, short, place + 1)
-            tens *= np.uint8(10)
-            pair += tens
-        values += pair * values.dtype.type(10**place) if place else pair
-    return values.astype(np.int64).reshape(len(raws), width)
+    ends -= 1
+    return _number_ending_at(digits, is_digit, longest)[ends].astype(np.int64).reshape(-1, width)
 
 
-def _digit_at(
-    digits: npt.NDArray[np.uint8],
-    last: npt.NDArray[np.int64],
-    lengths: npt.NDArray[np.uint8],
-    place: int,
-) -> npt.NDArray[np.uint8]:
-    """Return the digit of weight 10**place of each number, 0 where the number is shorter."""
-    digit: npt.NDArray[np.uint8] = digits.take(last - place if place else last, mode="clip")
-    if place:
-        digit *= lengths > place
-    return digit
+def _number_ending_at(
+    digits: npt.NDArray[np.uint8], is_digit: npt.NDArray[np.bool_], longest: int
+) -> npt.NDArray[Any]:
+    """Return, for each character [n], the number of up to 8 digits that ends there.
+
+    Doubling: from digits to pairs, fours and eights, each from the one before it and its neighbour to the
+    left, where all characters between are digits. Operations on neighbouring bytes are far cheaper than
+    gathers.
+    """
+    ones: npt.NDArray[np.uint8] = digits * is_digit
+    twos: npt.NDArray[np.uint8] = ones.copy()
+    twos[1:] += ones[:-1] * np.uint8(10)
+    twos *= is_digit
+    if longest <= 2:
+        return twos
+    fours: npt.NDArray[np.uint16] = twos.astype(np.uint16)
+    fours[2:] += (twos[:-2] * is_digit[1:-1]) * np.uint16(100)
+    if longest <= 4:
+        return fours
+    fours *= is_digit
+    eights: npt.NDArray[np.uint32] = fours.astype(np.uint32)
+    between = is_digit[1:-3] & is_digit[2:-2] & is_digit[3:-1]
+    eights[4:] += (fours[:-4] * between) * np.uint32(10_000)
+    return eights
 
 
 def _join_seams(

@@ -91,7 +91,7 @@ def find(paths: list[str], context: ReadContext) -> Found:
         DataError: a path does not exist or cannot be opened, or there is nothing to read at any.
     """
     found = Found()
-    visited: set[tuple[int, int]] = set()
+    visited: set[str] = set()
     for path in paths:
         try:
             mode = os.stat(path).st_mode
@@ -110,15 +110,8 @@ def find(paths: list[str], context: ReadContext) -> Found:
         others = f" {len(found.ignored)} other files are there." if found.ignored else ""
         raise DataError(f"{', '.join(paths)}: nothing to read.{others} Expected: {EXPECTED}")
     _note_ignored(found, context)
-    for paths_of_format in (
-        found.native,
-        found.packs,
-        found.collects,
-        found.megatron,
-        found.sglang,
-    ):
-        paths_of_format.sort(key=natural_key)
-    found.safetensors.sort(key=natural_key)
+    for paths_of_format in (found.collects, found.megatron, found.sglang, found.safetensors):
+        paths_of_format.sort(key=natural_key)  # here the order of names says something
     return found
 
 
@@ -130,15 +123,15 @@ def natural_key(path: str) -> list[tuple[int, int, str]]:
     ]
 
 
-def _walk(root: str, found: Found, visited: set[tuple[int, int]], context: ReadContext) -> None:
-    waiting = [root]
+def _walk(root: str, found: Found, visited: set[str], context: ReadContext) -> None:
+    # A folder is known by its path without links, so that a link that leads back ends there.
+    waiting = [(root, os.path.realpath(root))]
     while waiting:
-        folder = waiting.pop()
+        folder, real = waiting.pop()
+        if real in visited:
+            continue
+        visited.add(real)
         try:
-            info = os.stat(folder)
-            if (info.st_dev, info.st_ino) in visited:
-                continue  # a link that leads back, or the same folder given twice
-            visited.add((info.st_dev, info.st_ino))
             entries = _sorted_entries(folder)
         except OSError as error:
             context.problem(
@@ -148,8 +141,8 @@ def _walk(root: str, found: Found, visited: set[tuple[int, int]], context: ReadC
                 "Give read permission, or leave the folder out.",
             )
             continue
-        folders: list[str] = []
-        links: list[str] = []
+        folders: list[tuple[str, str]] = []
+        links: list[tuple[str, str]] = []
         tensor_names: list[str] = []
         for entry in entries:
             name = entry.name
@@ -163,9 +156,9 @@ def _walk(root: str, found: Found, visited: set[tuple[int, int]], context: ReadC
             if not is_dir:
                 _classify(entry.path, name, found, context)
             elif entry.is_symlink():
-                links.append(entry.path)
+                links.append((entry.path, os.path.realpath(entry.path)))
             else:
-                folders.append(entry.path)
+                folders.append((entry.path, os.path.join(real, name)))
         if tensor_names:
             _dump_of(folder, found).tensor_names += tensor_names
         # Real folders come first, so that a link beside the folder that it leads to changes nothing.

@@ -26,7 +26,7 @@ def test_counts_of_every_length_are_read_exactly(tmp_path, write_step, rows_of):
 def test_digit_parser_equals_int_on_random_numbers():
     rng = random.Random(5)
     for _ in range(200):
-        width, longest = rng.randint(1, 40), rng.randint(1, 18)
+        width, longest = rng.randint(1, 40), rng.randint(1, 8)
         rows = [
             [rng.randrange(10 ** rng.randint(1, longest)) for _ in range(width)] for _ in range(3)
         ]
@@ -49,6 +49,20 @@ def test_digit_parser_equals_int_on_random_numbers():
 )
 def test_digit_parser_leaves_what_is_not_plain_digits_to_the_slow_way(raws):
     assert _parse_digits(raws) is None
+
+
+@pytest.mark.parametrize(
+    "number", [0, 7, 10, 99, 100, 9999, 10_000, 10_203, 99_999_999, 10_000_001]
+)
+@pytest.mark.parametrize("neighbour", [0, 9, 12, 99_999_999])
+def test_digit_parser_keeps_neighbours_apart(number, neighbour):
+    row = [neighbour, number, neighbour, number, number]
+    text = json.dumps(row, separators=(",", ":")).encode()
+    assert _parse_digits([text, text]).tolist() == [row, row]
+
+
+def test_numbers_of_nine_digits_are_left_to_the_slow_way():
+    assert _parse_digits([b"[123456789]"]) is None
 
 
 def test_whitespace_and_uneven_rows_are_read_by_the_slow_way(tmp_path, write_step, rows_of):

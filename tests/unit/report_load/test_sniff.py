@@ -235,7 +235,7 @@ def test_a_role_that_the_selected_steps_lack_gives_no_rows(tmp_path, write_step)
     assert load(tmp_path, roles="rollout", steps="1").num_rows == 0
 
 
-@pytest.mark.parametrize("name", ["jobs", "gmm_per_layer", "ep_size"])
+@pytest.mark.parametrize("name", ["jobs", "gmm_per_layer", "ep_size", "num_moe_layers"])
 def test_numbers_below_one_are_usage_errors(tmp_path, write_step, name):
     _steps(tmp_path, write_step)
     with pytest.raises(UsageError, match=name):
