@@ -128,16 +128,18 @@ def listed(problems: list[Problem]) -> tuple[Problem, ...]:
 _OPEN_FLAGS = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0)
 
 
-def read_bytes(path: str) -> bytes:
+def read_bytes(path: str, guess: int = 1 << 16) -> bytes:
     """Return the content of the file at ``path`` (plain os calls: a third of the cost of ``open``).
+
+    A file shorter than ``guess`` takes one read.
 
     Raises:
         OSError: it cannot be read.
     """
     fd = os.open(path, _OPEN_FLAGS)
     try:
-        data = os.read(fd, 1 << 16)
-        if len(data) < 1 << 16:
+        data = os.read(fd, guess)
+        if len(data) < guess:
             return data
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             raise OSError("not a regular file")

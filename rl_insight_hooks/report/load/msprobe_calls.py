@@ -33,6 +33,7 @@ _CALL_NAME = re.compile(
 )
 _LAST_NUMBER = re.compile(r"(\d+)(?!.*\d)")
 _GROUP_TYPE_DW = 2
+_USUAL_BYTES = 8192  # a group_list of up to 500 experts or so
 _FRAME = re.compile(r"^File (?P<file>.*?), line (?P<line>\d+), in (?P<function>[^,]+)")
 
 
@@ -145,7 +146,7 @@ class CallReader:
                 continue
             path = prefix + name
             try:
-                values = read(read_bytes(path))
+                values = read(read_bytes(path, _USUAL_BYTES))
                 if values.ndim not in (1, 2) or (values.ndim == 2 and values.shape[1] != 2):
                     raise TorchFileError(f"a group_list of shape {values.shape}")
             except OSError as error:
