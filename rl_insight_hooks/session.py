@@ -361,6 +361,7 @@ def fresh_session() -> Iterator[Session]:
     try:
         yield _session
     finally:
+        _session.watcher.unwatch()
         _session.installer.uninstall()
         STATE.reset()
         _session = old
