@@ -57,10 +57,14 @@ def _small_changes(size: int) -> itertools.chain[tuple[int, ...]]:
         kept = [slot for slot in range(size) if slot not in out]
         return (*kept, *(size + slot for slot in into))
 
-    by_rank_gap = sorted(
-        itertools.product(range(size), range(size)), key=lambda pair: (abs(pair[0] - pair[1]), pair)
+    by_rank_gap = (
+        (i, j)
+        for gap in range(size)
+        for i in range(size)
+        for j in ((i - gap, i + gap) if gap else (i,))
+        if 0 <= j < size
     )
-    singles = (exchanged((i,), (j,)) for i, j in by_rank_gap[:_MOST_SWAPS])
+    singles = (exchanged((i,), (j,)) for i, j in itertools.islice(by_rank_gap, _MOST_SWAPS))
     several = (
         exchanged(ranks, ranks)
         for num in (2, 3)

@@ -50,19 +50,28 @@ def cpu_s(call) -> float:
     return time.process_time() - start
 
 
+def num_twins(rows, num_devices: int) -> int:
+    """How often an expert lies on a device that holds it already."""
+    held = np.sort(np.reshape(rows, (len(rows), num_devices, -1)), axis=2)
+    return int((held[:, :, 1:] == held[:, :, :-1]).sum())
+
+
 def placement_case(name: str, repeat: int) -> dict[str, object]:
     """Balance over three seeds and best times of both planners."""
     num_layers, sizes, most_mean, most_worst = CASES[name]
     ours: list[float] = []
     greedy: list[float] = []
     bounds: list[float] = []
+    twins: list[int] = []
     ours_s, greedy_s = float("inf"), float("inf")
     for seed in range(3):
         load = zipf_load(seed, num_layers, 256)
         rows = plan(load, *sizes).physical_to_logical
         assert_valid(rows, 256, sizes[3], sizes[1], sizes[2])
         ours += plain_ratios(load, rows, sizes[3])
-        greedy += plain_ratios(load, greedy_plan(load, *sizes), sizes[3])
+        greedy_rows = greedy_plan(load, *sizes)
+        greedy += plain_ratios(load, greedy_rows, sizes[3])
+        twins.append(num_twins(greedy_rows, sizes[3]))
         bounds += (
             lower_bound(load, sizes[0], sizes[3], *sizes[1:3]) * sizes[3] / load.sum(axis=1)
         ).tolist()
@@ -78,6 +87,7 @@ def placement_case(name: str, repeat: int) -> dict[str, object]:
         "greedy_worst": max(greedy),
         "bound_mean": float(np.mean(bounds)),
         "bound_worst": max(bounds),
+        "greedy_twins": max(twins),
         "ms": ours_s * 1e3,
         "greedy_ms": greedy_s * 1e3,
         "times_faster": greedy_s / ours_s,
@@ -100,7 +110,7 @@ def held_out_case(domain: str) -> dict[str, object] | None:
     return found
 
 
-def few_moves_case(share: float) -> dict[str, object]:
+def few_moves_case(share: float, least_gain: float) -> dict[str, object]:
     """Case A after a 20% lognormal drift of the loads: gain of few moves over gain of a full plan."""
     num_layers, sizes, _, _ = CASES["A"]
     before, few, full, moved, seconds = [], [], [], [], []
@@ -122,7 +132,7 @@ def few_moves_case(share: float) -> dict[str, object]:
         "gain_of_full_plan": min(gains),
         "moved": max(moved),
         "s": max(seconds),
-        "reached": min(gains) >= 0.90 and max(moved) <= 0.15,
+        "reached": min(gains) >= least_gain and max(moved) <= share,
     }
 
 
@@ -134,7 +144,7 @@ def main() -> int:
     options = parser.parse_args()
     results = [placement_case(name, options.repeat) for name in CASES]
     results += [found for domain in ESFT if (found := held_out_case(domain)) is not None]
-    results += [few_moves_case(0.05), few_moves_case(0.15)]
+    results += [few_moves_case(0.05, 0.85), few_moves_case(0.15, 0.90)]
     if options.json:
         print(json.dumps(results))
     else:
@@ -143,12 +153,7 @@ def main() -> int:
                 f"{k}={v:.4f}" if isinstance(v, float) else f"{k}={v}" for k, v in result.items()
             )
             print("  ".join(shown))
-    must = [
-        result
-        for result in results
-        if "5%" not in str(result["case"]) or "15%" in str(result["case"])
-    ]
-    return 0 if all(result["reached"] for result in must) else 1
+    return 0 if all(result["reached"] for result in results) else 1
 
 
 if __name__ == "__main__":

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import pathlib
 
 import numpy as np
@@ -21,7 +23,9 @@ def zipf_load(seed: int, num_layers: int, num_experts: int) -> np.ndarray:
 
 
 def esft_history(domain: str) -> np.ndarray | None:
-    """Real counts [sequences, 26, 64] of the shared ESFT data, each sequence a window; None where it is absent."""
+    """Real counts [sequences, 26, 64] of the shared ESFT data, each sequence a window; None where
+    it is absent.
+    """
     path = SHARED / f"esft_{domain}_topk_ids.npz"
     if not path.exists():
         return None
@@ -30,9 +34,69 @@ def esft_history(domain: str) -> np.ndarray | None:
     return np.stack(
         [
             np.stack([np.bincount(layer[a:b].ravel(), minlength=64) for layer in ids])
-            for a, b in zip(offsets[:-1], offsets[1:], strict=True)
+            for a, b in itertools.pairwise(offsets)
         ]
     )
+
+
+def write_collects(folder, load_LE, num_ranks=2):
+    """Write tokens [L, E] as MindSpeed-RL does, spread over ranks; return the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for rank in range(num_ranks):
+        part = load_LE // num_ranks + (rank < load_LE % num_ranks)
+        counts = {
+            str(layer): {str(e): int(c) for e, c in enumerate(row)}
+            for layer, row in enumerate(part)
+        }
+        (folder / f"eplb_token_collects_{rank}.json").write_text(json.dumps(counts))
+    return folder
+
+
+def write_steps(root, history_WLE, role="rollout", first_layer=3, first_step=1, id_space="logical"):
+    """Write tokens [W, L, E] as our own step files, one rank; return the root."""
+    from rl_insight_hooks.paths import load_file_path
+    from rl_insight_hooks.schema import LoadFile, Parallel, Producer, Record, encode_load_file
+
+    for offset, load_LE in enumerate(history_WLE):
+        records = [
+            Record(
+                layer=first_layer + row,
+                layer_name=f"model.layers.{first_layer + row}.mlp.experts",
+                layer_source="module",
+                phase="forward",
+                seam="test",
+                num_calls=1,
+                num_passes=1,
+                num_assignments=int(counts.sum()),
+                counts=counts.tolist(),
+            )
+            for row, counts in enumerate(load_LE)
+        ]
+        load_file = LoadFile(
+            schema_version=1,
+            producer=Producer("rl_insight_hooks", "test"),
+            run_id="test",
+            writer="test",
+            step=first_step + offset,
+            step_source="given",
+            role=role,
+            rank=0,
+            world_size=1,
+            parallel=Parallel(),
+            num_experts=int(load_LE.shape[1]),
+            top_k=None,
+            first_expert=0,
+            id_space=id_space,
+            tokens_layout="disjoint",
+            num_regions=1,
+            started_unix_s=0.0,
+            ended_unix_s=1.0,
+            records=records,
+        )
+        path = load_file_path(str(root), first_step + offset, role, 0)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(encode_load_file(load_file))
+    return root
 
 
 def plain_device_loads(load, rows, num_devices: int) -> list[list[float]]:
@@ -81,10 +145,11 @@ def assert_valid(rows, num_experts: int, num_devices: int, num_groups: int = 1, 
 
 
 def greedy_plan(load, num_replicas: int, num_groups: int, num_nodes: int, num_devices: int):
-    """The baseline, in plain Python: replicate the most loaded, heaviest first into the lightest device with room.
+    """The baseline, in plain Python: replicate the most loaded, heaviest first into the lightest device with
+    room.
 
-    Groups are packed onto nodes in the same way (heaviest first into the lightest node with room), as DeepSeek's
-    EPLB does. It may put an expert twice on a device.
+    Groups are packed onto nodes in the same way (heaviest first into the lightest node with room), as
+    DeepSeek's EPLB does. It may put an expert twice on a device.
     """
     if num_groups % num_nodes:
         num_groups = num_nodes = 1

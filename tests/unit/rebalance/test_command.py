@@ -10,16 +10,21 @@ import sys
 import numpy as np
 import pytest
 import typer
-from placement_cases import SHARED, assert_valid, plain_ratios, zipf_load
+from placement_cases import (
+    SHARED,
+    assert_valid,
+    plain_ratios,
+    write_collects,
+    write_steps,
+    zipf_load,
+)
 from typer.testing import CliRunner
 
 from rl_insight_hooks.errors import DataError, RlInsightError, UsageError
-from rl_insight_hooks.paths import load_file_path
 from rl_insight_hooks.rebalance import decode, encode, linear_placement, plan
 from rl_insight_hooks.report.commands.rebalance import rebalance
 from rl_insight_hooks.report.load import load
 from rl_insight_hooks.report.rebalance_data import only_layers, plan_data
-from rl_insight_hooks.schema import LoadFile, Parallel, Producer, Record, encode_load_file
 
 app = typer.Typer(pretty_exceptions_enable=False)
 app.command()(rebalance)
@@ -37,61 +42,6 @@ def call(*args):
     if error is not None and not isinstance(error, RlInsightError | SystemExit):
         raise error
     return result, error
-
-
-def write_collects(folder, load_LE, num_ranks=2):
-    folder.mkdir(parents=True, exist_ok=True)
-    for rank in range(num_ranks):
-        part = load_LE // num_ranks + (rank < load_LE % num_ranks)
-        counts = {
-            str(layer): {str(e): int(c) for e, c in enumerate(row)}
-            for layer, row in enumerate(part)
-        }
-        (folder / f"eplb_token_collects_{rank}.json").write_text(json.dumps(counts))
-    return folder
-
-
-def write_steps(root, history_WLE, role="rollout", first_layer=3, first_step=1, id_space="logical"):
-    for offset, load_LE in enumerate(history_WLE):
-        records = [
-            Record(
-                layer=first_layer + row,
-                layer_name=f"model.layers.{first_layer + row}.mlp.experts",
-                layer_source="module",
-                phase="forward",
-                seam="test",
-                num_calls=1,
-                num_passes=1,
-                num_assignments=int(counts.sum()),
-                counts=counts.tolist(),
-            )
-            for row, counts in enumerate(load_LE)
-        ]
-        load_file = LoadFile(
-            schema_version=1,
-            producer=Producer("rl_insight_hooks", "test"),
-            run_id="test",
-            writer="test",
-            step=first_step + offset,
-            step_source="given",
-            role=role,
-            rank=0,
-            world_size=1,
-            parallel=Parallel(),
-            num_experts=int(load_LE.shape[1]),
-            top_k=None,
-            first_expert=0,
-            id_space=id_space,
-            tokens_layout="disjoint",
-            num_regions=1,
-            started_unix_s=0.0,
-            ended_unix_s=1.0,
-            records=records,
-        )
-        path = load_file_path(str(root), first_step + offset, role, 0)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(encode_load_file(load_file))
-    return root
 
 
 @pytest.fixture

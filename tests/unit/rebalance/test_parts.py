@@ -177,7 +177,7 @@ def test_search_finds_the_even_split():
     assert improve(held, weights, np.array([18.0]), 4).tolist() == [[18.0, 18.0]]
 
 
-@pytest.mark.parametrize("slots", [1, 2, 3, 5, 6, 9, 40])
+@pytest.mark.parametrize("slots", [1, 2, 3, 5, 6, 9, 40, 1000])
 def test_exchanges_keep_slots_equal(slots):
     ways = exchanges(slots)
     assert (ways.keep_TM.sum(axis=0) == slots).all()
