@@ -29,7 +29,13 @@ from rl_insight_hooks.rebalance.shape import make_shape
 from rl_insight_hooks.report import rebalance_text as text
 from rl_insight_hooks.report.load import load
 from rl_insight_hooks.report.rebalance_data import PlanData, only_layers, plan_data
-from rl_insight_hooks.report.rebalance_write import beside_collects, check_new, check_target, write
+from rl_insight_hooks.report.rebalance_write import (
+    beside_collects,
+    check_moves,
+    check_new,
+    check_target,
+    write,
+)
 from rl_insight_hooks.report.speak import (
     fail_if_incomplete,
     progress_on_terminal,
@@ -121,11 +127,34 @@ def _check(request: Request) -> str | None:
     if not 0 < request.holdout < 1:
         raise UsageError(f"--holdout is {request.holdout}; give a share of the steps, as 0.5")
     moves_allowed(request.max_moves, 1)
+    if request.plot is not None:
+        check_new(request.plot, request.force)
+    if request.from_map is None and request.moves_output is not None:
+        raise UsageError("--moves is for the transfers from a map in use: give it with --from-map")
+    moves_output = moves_path(request)
+    if moves_output is not None:
+        check_moves(moves_output, request.force)
     if request.output is None:
+        if request.format is not None:
+            raise UsageError("--format says how a map is written: give -o as well")
         return None
+    if request.num_replicas is None and request.from_map is None:
+        raise UsageError("-o writes a map: give --num-replicas or --from-map beside the sweep")
     format = formats.format_of(request.output, request.format)
+    if request.num_hidden_layers is not None and format != "sglang":
+        raise UsageError(f"--num-hidden-layers is for sglang maps; a {format} map has none to fill")
     check_target(request.output, request.from_map, request.force)
     return format
+
+
+def moves_path(request: Request) -> Path | None:
+    """Return where the transfers are written: where the user says, else beside the map."""
+    if request.from_map is None or (request.moves_output is None and request.output is None):
+        return None
+    if request.moves_output is not None:
+        return request.moves_output
+    assert request.output is not None
+    return request.output.with_suffix(".moves.json")
 
 
 def _load(request: Request, paths: list[Path], role: str | None, progress: Any) -> LoadTable:
@@ -321,16 +350,13 @@ def _write(
 ) -> dict[str, str]:
     """Write map, transfer plan and picture; return their paths by what they are."""
     written: dict[str, str] = {}
-    moves_output = request.moves_output
-    if request.from_map is not None and moves_output is None and request.output is not None:
-        moves_output = request.output.with_suffix(".moves.json")
+    moves_output = moves_path(request)
     if request.plot is not None and not request.sweep_replicas:
-        check_new(request.plot, request.force)
         from rl_insight_hooks.report.rebalance_plot import before_after_png
 
         write(request.plot, before_after_png(placement, result))
         written["plot"] = str(request.plot)
-    if request.from_map is not None and moves_output is not None:
+    if moves_output is not None:
         plan_of_moves = text.moves_dict(moves, request.expert_size_bytes)
         write(moves_output, msgspec.json.format(msgspec.json.encode(plan_of_moves), indent=1))
         written["moves"] = str(moves_output)
@@ -428,7 +454,6 @@ def _sweep(request: Request, data: PlanData) -> None:
     )
     written: dict[str, str] = {}
     if request.plot is not None:
-        check_new(request.plot, request.force)
         from rl_insight_hooks.report.rebalance_plot import sweep_png
 
         write(request.plot, sweep_png(rows))

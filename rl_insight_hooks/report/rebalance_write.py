@@ -8,6 +8,7 @@ from pathlib import Path
 from rl_insight_hooks.atomic import write_atomic
 from rl_insight_hooks.errors import DataError, UsageError
 from rl_insight_hooks.rebalance.formats import sniff
+from rl_insight_hooks.report.rebalance_text import MOVES_SCHEMA
 
 
 def check_target(output: Path, from_map: Path | None, force: bool) -> None:
@@ -40,6 +41,20 @@ def check_new(path: Path, force: bool) -> None:
     """
     if path.exists() and not force:
         raise UsageError(f"{path} exists; give another name, or --force to replace it")
+
+
+def check_moves(path: Path, force: bool) -> None:
+    """Raise if ``path`` holds something that is no transfer plan, and ``force`` is not set.
+
+    Raises:
+        UsageError: it does, or is a folder.
+    """
+    if path.is_dir():
+        raise UsageError(f"{path} is a folder; name a file for the transfers")
+    if path.exists() and not force and MOVES_SCHEMA.encode() not in path.read_bytes():
+        raise UsageError(
+            f"{path} exists and is no transfer plan; give another name, or --force to replace it"
+        )
 
 
 def write(path: Path, data: bytes) -> None:

@@ -132,6 +132,18 @@ def test_few_moves_from_a_map_in_use(collects, tmp_path):
         )
 
 
+def test_transfers_replace_older_transfers_and_nothing_else(collects, tmp_path):
+    old, new = tmp_path / "old.json", tmp_path / "new.json"
+    call(collects, "--num-replicas", 24, "--num-npus", 4, "-o", old)
+    args = [collects, "--from-map", old, "-o", new]
+    assert call(*args)[1] is None
+    assert call(*args)[1] is None
+    (tmp_path / "new.moves.json").write_text("mine")
+    _, error = call(*args)
+    assert isinstance(error, UsageError)
+    assert (tmp_path / "new.moves.json").read_text() == "mine"
+
+
 @pytest.mark.parametrize(
     ("name", "format"),
     [
@@ -322,6 +334,13 @@ def test_the_threshold_gives_exit_code_3(collects):
         (["--num-replicas", 24, "--num-npus", 4, "--format", "x", "-o", "m.json"], "unknown"),
         (["--sweep-replicas", "a,b", "--num-npus", 4], "write numbers"),
         (["--from-map", "nowhere.json"], "nowhere.json"),
+        (["--num-replicas", 24, "--num-npus", 4, "--format", "sglang"], "give -o"),
+        (["--num-replicas", 24, "--num-npus", 4, "--moves", "m.json"], "--from-map"),
+        (["--sweep-replicas", "24", "--num-npus", 4, "-o", "m.json"], "--num-replicas"),
+        (
+            ["--num-replicas", 24, "--num-npus", 4, "-o", "m.json", "--num-hidden-layers", 9],
+            "sglang",
+        ),
         (["--num-replicas", 24, "--num-npus", 4, "--role", "nobody"], "nobody"),
     ],
 )

@@ -114,17 +114,20 @@ def test_held_out_balance_on_real_counts(domain, most):
 
 
 def test_a_history_parts_experts_that_rise_together():
-    # Experts 0 and 1 rise in the same windows, 2 and 3 in the others; sums are all alike.
-    up, down = np.array([90, 90, 10, 10]), np.array([10, 10, 90, 90])
+    # Experts 0 and 2 rise in the same windows, 1 and 3 in the others; sums are all alike.
+    up, down = np.array([90, 10, 90, 10]), np.array([10, 90, 10, 90])
     history = np.stack([up, down] * 8)[:, None, :]
-    placement = plan(history, 4, 1, 1, 2)
-    for held in placement.per_device[0]:
-        assert len(set(held.tolist()) & {0, 1}) == 1
+    sums_only = plan(history, 4, 1, 1, 2, robust=False)
+    assert [set(held) for held in sums_only.per_device[0].tolist()] == [{0, 2}, {1, 3}]
+    for held in plan(history, 4, 1, 1, 2).per_device[0]:
+        assert len(set(held.tolist()) & {0, 2}) == 1
 
 
 def test_half_life_follows_the_latest_windows():
-    early, late = np.array([100, 100, 1, 1]), np.array([100, 1, 100, 1])
+    early, late = np.array([100, 60, 1, 41]), np.array([100, 1, 100, 1])
     history = np.stack([early] * 10 + [late] * 2)[:, None, :]
+    all_alike = plan(history, 4, 1, 1, 2, robust=False)
+    assert max(plain_ratios(late[None], all_alike.physical_to_logical, 2)) > 1.9
     placement = plan(history, 4, 1, 1, 2, half_life=0.5, robust=False)
     assert max(plain_ratios(late[None], placement.physical_to_logical, 2)) < 1.01
 
