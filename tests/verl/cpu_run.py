@@ -37,6 +37,7 @@ _OVERRIDES = (
     "actor_rollout_ref.rollout.log_prob_use_dynamic_bsz=False",
     "actor_rollout_ref.actor.optim.override_optimizer_config={foreach: false}",
     "actor_rollout_ref.rollout.name=vllm",
+    "actor_rollout_ref.rollout.calculate_log_probs=False",
     "actor_rollout_ref.model.use_remove_padding=False",
     "actor_rollout_ref.model.enable_gradient_checkpointing=True",
     "+actor_rollout_ref.model.override_config.attn_implementation=eager",
@@ -84,3 +85,22 @@ def batch(step, rank, old_log_probs=None, *, rlih_step=None):
     if rlih_step is not None:
         others["rlih_step"] = rlih_step
     return tu.get_tensordict(fields, non_tensor_dict=others)
+
+
+def queue_fields(padded):
+    """The same batch without padding, as the agent loop puts it into the queue."""
+    from tensordict import TensorDict
+
+    def nested(name, start=0):
+        rows = [row[start:] for row in padded[name]]
+        return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+
+    mask = torch.cat([torch.zeros(PROMPT), torch.ones(RESPONSE)]).long()
+    num = len(padded["input_ids"])
+    fields = {
+        name: nested(name)
+        for name in ("input_ids", "position_ids", "prompts", "responses", "response_mask")
+    }
+    fields["advantages"] = nested("advantages")
+    fields["loss_mask"] = torch.nested.as_nested_tensor([mask] * num, layout=torch.jagged)
+    return TensorDict(fields, batch_size=[num])

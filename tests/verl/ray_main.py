@@ -17,9 +17,7 @@ STEPS = (1, 2)
 
 def main() -> None:
     model, out, ray_tmp = sys.argv[1:]
-    from verl.protocol import DataProto
     from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
-    from verl.trainer.ppo.ray_trainer import RayPPOTrainer
     from verl.utils.tracking import Tracking
     from verl.workers.engine_workers import ActorRolloutRefWorker
 
@@ -32,7 +30,7 @@ def main() -> None:
     if "TEST_DRIVER_ONLY" in os.environ:
         env["RL_INSIGHT_HOOKS"] = "0"
     quiet = {"include_dashboard": False, "log_to_driver": "TEST_LOG" in os.environ}
-    ray.init(num_cpus=4, _temp_dir=ray_tmp, runtime_env={"env_vars": env}, **quiet)
+    ray.init(num_cpus=16, _temp_dir=ray_tmp, runtime_env={"env_vars": env}, **quiet)
 
     config = cpu_run.compose(model)
     init = RayClassWithInitArgs(
@@ -42,22 +40,52 @@ def main() -> None:
     group = RayWorkerGroup(resource_pool=pool, ray_cls_with_init=init, device_name="cpu")
     group.init_model()
 
+    logged: list = []
+    tracking = object.__new__(Tracking)
+    tracking.logger = {"test": _Log(logged)}
+    steps = _steps_of_v1 if os.environ.get("TEST_TRAINER") == "v1" else _steps_of_v0
+    for step in steps(config, group):
+        tracking.log(data={"actor/loss": 0.5}, step=step)
+    print(json.dumps(logged))
+    ray.shutdown()
+
+
+def _steps_of_v0(config, group):
+    """RayPPOTrainer: a DataProto, sent as a TensorDict."""
+    from verl.protocol import DataProto
+    from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+
     trainer = object.__new__(RayPPOTrainer)
     trainer.config = config
     trainer.actor_rollout_wg = group
-    logged = []
-    tracking = object.__new__(Tracking)
-    tracking.logger = {"test": _Log(logged)}
     for step in STEPS:
         trainer.global_steps = step
         meta = {"temperature": 1.0, "global_token_num": [8] * 8}
         batch = DataProto.from_single_dict(_batch(step), meta_info=meta)
         log_probs, _ = trainer._compute_old_log_prob(batch)
-        batch = batch.union(log_probs)
-        trainer._update_actor(batch)
-        tracking.log(data={"actor/loss": 0.5}, step=step)
-    print(json.dumps(logged))
-    ray.shutdown()
+        trainer._update_actor(batch.union(log_probs))
+        yield step
+
+
+def _steps_of_v1(config, group):
+    """PPOTrainerSync: keys of a TransferQueue, from which the workers fetch their part."""
+    import transfer_queue as tq
+    from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
+
+    tq.init()
+    trainer = object.__new__(PPOTrainerSync)
+    trainer.config = config
+    trainer.actor_rollout_wg = group
+    for step in STEPS:
+        trainer.global_steps = step
+        fields = cpu_run.queue_fields(_batch(step))
+        keys = [f"{step}-{i}" for i in range(8)]
+        batch = tq.kv_batch_put(keys=keys, partition_id="train", fields=fields, tags=[{}] * 8)
+        batch.extra_info["temperature"] = 1.0
+        metrics: dict = {}
+        batch = trainer._compute_old_log_prob(batch, metrics)
+        trainer._update_actor(batch, metrics)
+        yield step
 
 
 class _Log:

@@ -33,8 +33,10 @@ def train(npu_env, model, tmp_path):
     return run
 
 
-def test_driver_workers_tracker(train, tmp_path):
-    logged = train(RL_INSIGHT_HOOKS="1")
+@pytest.mark.parametrize("trainer", ["v0", "v1"])
+def test_driver_workers_tracker(train, trainer, tmp_path):
+    """v0 sends a TensorDict, v1 the keys of a real TransferQueue."""
+    logged = train(RL_INSIGHT_HOOKS="1", TEST_TRAINER=trainer)
     files = [recorded(tmp_path / "out", rank) for rank in range(NUM_RANKS)]
     for of_rank in files:
         assert set(of_rank) == {(f"step_{step}", stage) for step in (1, 2) for stage in STAGES}
