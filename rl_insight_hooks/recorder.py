@@ -452,7 +452,7 @@ class Recorder:
                 draft=draft,
             )
             layer.forward_slot = slot
-        index = (ids + 1).clamp_(0, num_experts + num_extra)
+        index = ids.clamp(-1, num_experts + num_extra - 1).add_(1)  # + 1 first would overflow int32
         if valid is not None:
             index = index.masked_fill_(~valid.unsqueeze(-1), num_experts + num_extra + 1)
         index = index.view(-1)

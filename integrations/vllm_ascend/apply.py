@@ -108,7 +108,7 @@ class MoeSeam:
             if capturing:  # a row made during capture would be zeroed at each replay
                 self.recorder.drop("layers first seen during graph capture")
                 return
-            known = self._meet(reader, layer, ids.shape[-1], args, kwargs, forward)
+            known = self._meet(reader, layer, ids, args, kwargs, forward)
             if known is None:
                 self.recorder.drop("fused-MoE calls without a known number of experts")
                 return
@@ -170,7 +170,7 @@ class MoeSeam:
         self,
         reader: _Reader,
         layer: Any,
-        top_k: int,
+        ids: Any,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         forward: ForwardContext,
@@ -194,7 +194,8 @@ class MoeSeam:
         )
         # one layer object, one row: a draft model may use the main model's names
         known = _Known(self.recorder.layers.of_ref(ref, layer), experts, draft)
-        known.layer.num_experts, known.layer.top_k = experts.num_logical, top_k
+        known.layer.num_experts, known.layer.top_k = experts.num_logical, ids.shape[-1]
+        self.steps.prepare(ids.device)
         self._known[layer] = known
         self._num_logical = max(self._num_logical, experts.num_logical)
         return known

@@ -35,6 +35,7 @@ class StepState:
         self._recorder = recorder
         self.dummy = 0  # depth of dummy runs under way
         self.hooked = False  # a runner tells the tokens of each step
+        self._num_tokens = _ALL
         self._num_valid: dict[Any, torch.Tensor] = {}
         self._row_numbers: dict[Any, list[torch.Tensor]] = {}
 
@@ -49,8 +50,15 @@ class StepState:
         if not self.dummy:
             self._recorder.set_enabled(True)
 
+    def prepare(self, device: torch.device) -> None:
+        """Make the flag of ``device`` before its first use; a flag made in a dummy run is shut."""
+        self._recorder.enabled_flag(device)
+        if self.dummy:
+            self._recorder.set_enabled(False)
+
     def begin_step(self, num_tokens: int) -> None:
         """A step of ``num_tokens`` real tokens begins; further rows of its calls are padding."""
+        self._num_tokens = num_tokens
         for scalar in self._num_valid.values():
             scalar.fill_(num_tokens)
 
@@ -74,7 +82,9 @@ class StepState:
                 # older ones stay: a captured graph reads them
                 numbers.append(torch.arange(max(stop, _MIN_ROWS), device=device))
                 if device not in self._num_valid:
-                    self._num_valid[device] = torch.full((), _ALL, device=device)
+                    self._num_valid[device] = torch.full(
+                        (), self._num_tokens, dtype=torch.int64, device=device
+                    )
         return numbers[-1][first_token:stop] < self._num_valid[device]
 
 

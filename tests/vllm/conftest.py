@@ -124,16 +124,16 @@ class Moe:
             chosen = self.selected(logits)
             for row in range(num_tokens) if rows is None else rows:
                 self.truth.update(chosen[row])
-        given = dict(
-            layer=self.layer,
-            x=torch.ones(num_tokens, 4),
-            use_grouped_topk=False,
-            top_k=self.top_k,
-            router_logits=logits,
-            renormalize=False,
-            scoring_func="sigmoid",
-            global_num_experts=self.num_experts,
-        )
+        given = {
+            "layer": self.layer,
+            "x": torch.ones(num_tokens, 4),
+            "use_grouped_topk": False,
+            "top_k": self.top_k,
+            "router_logits": logits,
+            "renormalize": False,
+            "scoring_func": "sigmoid",
+            "global_num_experts": self.num_experts,
+        }
         return self.method.apply(**(given | kwargs))
 
     def expected(self):
@@ -170,3 +170,42 @@ def recorded(tmp_path):
         return load_file, {record.layer_name: record for record in load_file.records}
 
     return read
+
+
+@pytest.fixture
+def groups(ascend, monkeypatch):
+    """Set this process's place in vLLM's groups: groups(tp=(rank, size), dp=...)."""
+    import vllm.distributed.parallel_state as state
+
+    def put(**places):
+        for name in ("tp", "dp", "pp", "ep"):
+            rank, size = places.get(name, (0, 1))
+            group = types.SimpleNamespace(rank_in_group=rank, world_size=size)
+            monkeypatch.setattr(state, f"_{name.upper()}", group)
+
+    return put
+
+
+@pytest.fixture
+def runner(ascend, monkeypatch):
+    """A class with the methods of NPUModelRunner: the real one needs CANN's torchair libraries."""
+    import sys
+
+    module = types.ModuleType("vllm_ascend.worker.model_runner_v1")
+
+    class NPUModelRunner:
+        def __init__(self, forward):
+            self.forward = forward
+
+        def _dummy_run(self, num_tokens):
+            return self.forward(num_tokens)
+
+        def profile_run(self):
+            return self._dummy_run(64)
+
+        def execute_model(self, scheduler_output, intermediate_tensors=None):
+            return self.forward(scheduler_output.total_num_scheduled_tokens)
+
+    module.NPUModelRunner = NPUModelRunner
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    return NPUModelRunner

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The foundation: the real apply of vllm-ascend 0.18 over several layers and calls; uninstall; order of import."""
+"""The real apply of vllm-ascend 0.18 over layers and calls; uninstall; who is imported first."""
 
 from __future__ import annotations
 
