@@ -91,9 +91,8 @@ def queue_fields(padded):
     """The same batch without padding, as the agent loop puts it into the queue."""
     from tensordict import TensorDict
 
-    def nested(name, start=0):
-        rows = [row[start:] for row in padded[name]]
-        return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+    def nested(name):
+        return torch.nested.as_nested_tensor(list(padded[name]), layout=torch.jagged)
 
     mask = torch.cat([torch.zeros(PROMPT), torch.ones(RESPONSE)]).long()
     num = len(padded["input_ids"])
