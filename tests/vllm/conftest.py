@@ -9,11 +9,15 @@ the ids it is handed.
 from __future__ import annotations
 
 import importlib.util
+import os
 import types
 from collections import Counter
 
 import pytest
 
+os.environ.setdefault(
+    "TORCH_DEVICE_BACKEND_AUTOLOAD", "0"
+)  # a plain import of torch would load torch_npu
 _MISSING = [n for n in ("vllm", "vllm_ascend", "torch_npu") if importlib.util.find_spec(n) is None]
 collect_ignore_glob = ["test_real*.py", "test_graphs.py"] if _MISSING else []
 
