@@ -13,6 +13,7 @@ Not covered  MindSpeed's C++ extension (integrations/mindspeed.py); calls from C
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 SUPPORTED = "2.1 to 2.13 (tested with 2.13.0)"
 
 _OVERLOADS = ("default", "List")
+_DYNAMO_CODE = "<eval_with_key>"  # file name of the code of a torch.fx graph
 
 
 class _Seam:
@@ -135,6 +137,8 @@ def _grouped_matmul(recorder: Recorder, original: Any, gate: Gate) -> Any:
                     kwargs.get("group_type"),
                 )
                 return out
+            if sys._getframe(1).f_code.co_filename.startswith(_DYNAMO_CODE):
+                return out  # a compiled graph run by Python: what was traced above speaks
             try:
                 recorder.on_group_list(
                     seam,

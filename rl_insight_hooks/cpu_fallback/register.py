@@ -119,8 +119,10 @@ class _GroupedMatmul(torch.autograd.Function):
 
 
 def _autograd_grouped_matmul(overload: str) -> Callable[..., Any]:
+    # looked up now: hooks may stand on the packet's attribute later
+    op = getattr(torch.ops.npu.npu_grouped_matmul, overload)
+
     def kernel(x: Sequence[torch.Tensor], weight: Sequence[torch.Tensor], **kwargs: Any) -> Any:
-        op = getattr(torch.ops.npu.npu_grouped_matmul, overload)
         needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (*x, *weight))
         grouped = (
             len(x) == 1
