@@ -30,3 +30,20 @@ def install(ctx: Context) -> None:
 
         adapter.install(ctx)
     flags.install(ctx, sys.modules)
+    refresh(ctx)
+
+
+def refresh(ctx: Context) -> None:
+    """At region entry: what came with the model; whether their own collector counts beside us."""
+    if flags.ADAPTER in sys.modules:
+        from . import adapter
+
+        adapter.refresh(ctx)
+
+
+def uninstall(ctx: Context) -> None:
+    """Take out what the adapter's seam added beyond the patches."""
+    if flags.ADAPTER in sys.modules:
+        from . import adapter
+
+        adapter.uninstall(ctx)

@@ -54,8 +54,10 @@ def refresh(ctx: Context) -> None:
     runner.install(ctx.patcher, seam.steps)
     looked_at = _looked_at.setdefault(ctx.session, set())
     for name in set(sys.modules) - looked_at:
-        looked_at.add(name)
         module = sys.modules.get(name)
+        if getattr(getattr(module, "__spec__", None), "_initializing", False):
+            continue  # half imported: its classes may be missing yet
+        looked_at.add(name)
         if isinstance(module, ModuleType) and name.startswith((*_PREFIXES, _UPSTREAM_ROUTERS)):
             _hook_module(ctx, seam, module)
 
