@@ -305,13 +305,13 @@ def _number_ending_at(
     if longest <= 2:
         return twos
     fours: npt.NDArray[np.uint16] = twos.astype(np.uint16)
-    fours[2:] += (twos[:-2] * is_digit[1:-1]) * np.uint16(100)
+    fours[2:] += np.multiply(twos[:-2] * is_digit[1:-1], 100, dtype=np.uint16)  # numpy 1: no wider by itself
     if longest <= 4:
         return fours
     fours *= is_digit
     eights: npt.NDArray[np.uint32] = fours.astype(np.uint32)
     between = is_digit[1:-3] & is_digit[2:-2] & is_digit[3:-1]
-    eights[4:] += (fours[:-4] * between) * np.uint32(10_000)
+    eights[4:] += np.multiply(fours[:-4] * between, 10_000, dtype=np.uint32)
     return eights
 
 
