@@ -19,7 +19,7 @@ nox.options.error_on_missing_interpreters = False
 
 TORCH = os.environ.get("RLIH_TORCH", "torch==2.13.0")
 TEST_DEPS = ("pytest>=8.2", "pytest-timeout>=2.3", "hypothesis>=6.100", "PyYAML>=6")
-LINT_DEPS = ("ruff==0.15.0", "mypy>=1.15", "import-linter>=2.1", "types-PyYAML")
+LINT_DEPS = ("ruff==0.17.6", "mypy>=1.15", "import-linter>=2.1", "types-PyYAML")
 NPU_ENV = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
 
 
@@ -32,11 +32,11 @@ def install_package(session: nox.Session) -> None:
 def lint(session: nox.Session) -> None:
     """ruff, mypy (strict on the package), import-linter."""
     session.install(*LINT_DEPS)
-    session.install("numpy", "msgspec", "omegaconf", "typer", "matplotlib")
+    session.install(TORCH)  # its annotations count
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
-    session.run("mypy", "rl_insight_hooks", "integrations")
     install_package(session)
+    session.run("mypy", "rl_insight_hooks", "integrations")
     session.run("lint-imports")
 
 
@@ -58,7 +58,9 @@ def wheel(session: nox.Session) -> None:
     (built,) = sorted(out.glob("*.whl"))[-1:]
     session.install("--force-reinstall", "--no-deps", str(built))
     session.install(str(built), "pytest>=8.2")
-    session.run("pytest", "-c", os.devnull, "--rootdir", "tests/wheel", "tests/wheel", *session.posargs)
+    session.run(
+        "pytest", "-c", os.devnull, "--rootdir", "tests/wheel", "tests/wheel", *session.posargs
+    )
 
 
 def npu_environment(session: nox.Session) -> dict[str, str]:
@@ -77,7 +79,9 @@ def installed(session: nox.Session, folder: str) -> bool:
         if Path(f"{folder}/requirements-no-deps.txt").exists():
             session.install("--no-deps", "-r", f"{folder}/requirements-no-deps.txt")
     except nox.command.CommandFailed:
-        session.warn(f"SKIPPED: the packages of {folder}/requirements*.txt cannot be installed here")
+        session.warn(
+            f"SKIPPED: the packages of {folder}/requirements*.txt cannot be installed here"
+        )
         return False
     session.install("-e", ".", "--no-deps", silent=True)
     return True

@@ -93,13 +93,21 @@ def main() -> None:
     import torch.multiprocessing as mp
 
     mp.spawn(train, args=(str(data), free_port()), nprocs=NUM_RANKS)
-    print(f"recorded {NUM_STEPS} steps x 2 roles x {NUM_RANKS} ranks in {time.perf_counter() - began:.1f} s")
+    print(
+        f"recorded {NUM_STEPS} steps x 2 roles x {NUM_RANKS} ranks in {time.perf_counter() - began:.1f} s"
+    )
 
-    picture, table, expert_map = out / "gmm_heatmap.png", out / "summary.txt", out / "expert_map.json"
+    picture, table, expert_map = (
+        out / "gmm_heatmap.png",
+        out / "summary.txt",
+        out / "expert_map.json",
+    )
     report("summary", str(data))
     with table.open("w") as file:
         subprocess.run(
-            [sys.executable, "-m", "rl_insight_hooks.report.main", "summary", str(data)], stdout=file, check=True
+            [sys.executable, "-m", "rl_insight_hooks.report.main", "summary", str(data)],
+            stdout=file,
+            check=True,
         )
     report("heatmap", str(data), "--role", "actor_update", "--rank", "all", "-o", str(picture))
     report(

@@ -26,7 +26,12 @@ class GroupedExperts(nn.Module):
 
         def grouped(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
             return torch_npu.npu_grouped_matmul(
-                [x], [weight], group_list=tokens_per_expert_E, group_list_type=1, group_type=0, split_item=2
+                [x],
+                [weight],
+                group_list=tokens_per_expert_E,
+                group_list_type=1,
+                group_type=0,
+                split_item=2,
             )[0]
 
         hidden_TF = F.silu(grouped(x_TH, self.gate_EHF)) * grouped(x_TH, self.up_EHF)
@@ -87,7 +92,9 @@ class TinyMoe(nn.Module):
         self.layers = nn.ModuleList([DecoderLayer(dense, hidden)])
         for layer in range(1, num_layers):
             skew = 0.2 + 0.8 * layer / num_layers  # deeper layers are more skewed
-            self.layers.append(DecoderLayer(MoeBlock(num_experts, top_k, hidden, width, skew), hidden))
+            self.layers.append(
+                DecoderLayer(MoeBlock(num_experts, top_k, hidden, width, skew), hidden)
+            )
         self.head = nn.Linear(hidden, vocab)
         self.checkpointing = checkpointing
 

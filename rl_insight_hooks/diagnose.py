@@ -92,7 +92,9 @@ def diagnose(*, import_targets: bool = True) -> Diagnosis:
             integration.state, integration.reason = "hooked", ""
     if found and uncovered:
         found[0].uncovered = uncovered
-    others = sorted({link for h in hooks for link in h.chain[:-1] if not link.startswith("rl_insight_hooks")})
+    others = sorted(
+        {link for h in hooks for link in h.chain[:-1] if not link.startswith("rl_insight_hooks")}
+    )
     if not was_installed:
         session.installer.uninstall()
     return Diagnosis(
@@ -128,19 +130,26 @@ def lines(found: Diagnosis) -> list[str]:
             out.append(f"  {hook.where}: {' -> '.join(hook.chain)}")
         out += [f"  not covered here: {text}" for text in integration.uncovered]
     if found.tools_on_attributes:
-        out += ["", f"other tools stand on hooked attributes: {', '.join(found.tools_on_attributes)}"]
+        out += [
+            "",
+            f"other tools stand on hooked attributes: {', '.join(found.tools_on_attributes)}",
+        ]
     return out
 
 
 def _import_targets() -> dict[str, str]:
     errors = {}
-    for top in sorted({target.partition(".")[0] for targets in TARGETS.values() for target in targets}):
+    for top in sorted(
+        {target.partition(".")[0] for targets in TARGETS.values() for target in targets}
+    ):
         if importlib.util.find_spec(top) is None:
             continue
         try:
             importlib.import_module(top)
         except Exception as error:
-            errors[top] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+            errors[top] = (
+                f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+            )
     return errors
 
 

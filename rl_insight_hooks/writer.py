@@ -219,7 +219,9 @@ class Writer:
         ):
             for cause, num in theirs.items():
                 mine[cause] = mine.get(cause, 0) + num
-        gathered.dropped.update(self._lost)  # of the whole process: the file that tells may be lost too
+        gathered.dropped.update(
+            self._lost
+        )  # of the whole process: the file that tells may be lost too
         gathered.stamps.update(result.stamps)
         return gathered
 

@@ -34,14 +34,18 @@ _SYSTEM = ("libc.so.6", "libstdc++.so.6", "libm.so.6", "libgcc_s.so.1", "ld-linu
 def symbols(library: Path, *, defined: bool) -> set[str]:
     """Return the names that ``library`` defines, or strongly needs."""
     flag = "--defined-only" if defined else "--undefined-only"
-    listed = subprocess.run(["nm", "-D", flag, str(library)], capture_output=True, text=True, check=False)
+    listed = subprocess.run(
+        ["nm", "-D", flag, str(library)], capture_output=True, text=True, check=False
+    )
     rows = [line.split() for line in listed.stdout.splitlines()]
     return {row[-1].split("@")[0] for row in rows if row and (defined or row[0] == "U")}
 
 
 def system_library(name: str) -> Path:
     """Return where the compiler finds a library of the system."""
-    found = subprocess.run(["gcc", f"-print-file-name={name}"], capture_output=True, text=True, check=True)
+    found = subprocess.run(
+        ["gcc", f"-print-file-name={name}"], capture_output=True, text=True, check=True
+    )
     return Path(found.stdout.strip())
 
 
@@ -51,7 +55,11 @@ def missing_symbols() -> list[str]:
     own = [*(site / "torch_npu/lib").glob("*.so"), *(site / "torch_npu").glob("_C*.so")]
     if not own:
         raise SystemExit(f"no torch_npu below {site}: run this with the Python that has it")
-    providers = [*own, *(site / "torch/lib").glob("*.so*"), *(site / "torch_npu.libs").glob("*.so*")]
+    providers = [
+        *own,
+        *(site / "torch/lib").glob("*.so*"),
+        *(site / "torch_npu.libs").glob("*.so*"),
+    ]
     providers += [system_library(name) for name in _SYSTEM] + [Path(sys.executable).resolve()]
     needed = set().union(*(symbols(library, defined=False) for library in own))
     there = set().union(*(symbols(library, defined=True) for library in providers))

@@ -90,12 +90,8 @@ class MoeSeam:
         if not (STATE.on or steps.dummy or capturing):
             return
         forward = ForwardContext()
-        if reader.get("enable_force_load_balance", args, kwargs) or forward.get("in_profile_run"):
-            _count(self.recorder.masked, "profile_run_calls")
-            return
-        ids, source = call.ids, call.source
         layer = reader.get("layer", args, kwargs)
-        id_space = None
+        ids, source, id_space = call.ids, call.source, None
         if ids is None:
             ids, source = reader.get("topk_ids", args, kwargs), _FROM_ARGUMENT
             if getattr(layer, "log2phy", None) is not None or getattr(layer, "enable_eplb", False):
@@ -104,7 +100,7 @@ class MoeSeam:
             self.recorder.drop("fused-MoE calls whose routed ids nobody saw")
             return
         known = self._known.get(layer)
-        if known is None:
+        if known is None or (not known.draft and forward.get("is_draft_model") is True):
             if capturing:  # a row made during capture would be zeroed at each replay
                 self.recorder.drop("layers first seen during graph capture")
                 return
@@ -112,6 +108,55 @@ class MoeSeam:
             if known is None:
                 self.recorder.drop("fused-MoE calls without a known number of experts")
                 return
+        seam = reader.seam(source)
+        num_experts = known.experts.num_physical if id_space else known.experts.num_logical
+        num_extra = known.experts.num_extra
+        if reader.get("enable_force_load_balance", args, kwargs) or forward.get("in_profile_run"):
+            # random routing: not counted; but rows must be there before a graph is captured
+            known.layer.forward_slot = self.recorder.ids_slot(
+                seam,
+                known.layer,
+                num_experts,
+                ids.device,
+                num_extra=num_extra,
+                id_space=id_space,
+                draft=known.draft,
+            )
+            _count(self.recorder.masked, "profile_run_calls")
+            return
+        ids, valid = self._own_rows(reader, known, ids, args, kwargs, forward, capturing)
+        if ids.shape[0] == 0:
+            return
+        self.recorder.on_expert_ids(
+            seam,
+            known.layer,
+            ids,
+            num_experts=num_experts,
+            valid=valid,
+            num_extra=num_extra,
+            id_space=id_space,
+            draft=known.draft,
+        )
+        if capturing:
+            self.session.replays_graphs = True
+        if (
+            steps.dummy or capturing
+        ):  # the device flag kept these ids out, or they were only captured
+            slot = known.layer.forward_slot
+            slot.num_calls -= 1
+            slot.num_passes -= 1
+
+    def _own_rows(
+        self,
+        reader: _Reader,
+        known: _Known,
+        ids: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        forward: ForwardContext,
+        capturing: bool,
+    ) -> tuple[Any, Any]:
+        """Return (ids of this rank's own rows, bool mask of the real ones among them or None)."""
         groups = context.groups()
         rows = layout.own_rows(
             ids.shape[0],
@@ -127,12 +172,11 @@ class MoeSeam:
             self._stamp_unknown(forward.comm, ids.shape[0])
         valid = reader.get("mc2_mask", args, kwargs)
         if valid is None:
-            valid = getattr(layer, "ascend_mc2_mask", None)
+            valid = getattr(reader.get("layer", args, kwargs), "ascend_mc2_mask", None)
         if valid is None:
             valid = forward.get("mc2_mask")
         if valid is not None and valid.shape[0] != ids.shape[0]:
             if forward.comm is not None and "MC2" in forward.comm.upper():
-                _count(self.recorder.masked, "masks_of_another_length_ignored", 0)
                 self.recorder.stamps["mask"] = (
                     "an MC2 mask did not fit the ids and was left aside: padding rows may be counted"
                 )
@@ -140,31 +184,11 @@ class MoeSeam:
         if rows.stop - rows.start != ids.shape[0]:
             ids = ids[rows.start : rows.stop]
             valid = None if valid is None else valid[rows.start : rows.stop]
-        if ids.shape[0] == 0:
-            return
         if valid is None and rows.first_token is not None and not known.draft:
             valid = steps.real_rows(rows.first_token, ids.shape[0], ids.device, capturing)
         if not ids.is_contiguous():
             ids = ids.contiguous()
-        experts = known.experts
-        self.recorder.on_expert_ids(
-            reader.seam(source),
-            known.layer,
-            ids,
-            num_experts=experts.num_physical if id_space else experts.num_logical,
-            valid=valid,
-            num_extra=experts.num_extra,
-            id_space=id_space,
-            draft=known.draft,
-        )
-        if capturing:
-            self.session.replays_graphs = True
-        if (
-            steps.dummy or capturing
-        ):  # the device flag kept these ids out, or they were only captured
-            slot = known.layer.forward_slot
-            slot.num_calls -= 1
-            slot.num_passes -= 1
+        return ids, valid
 
     def _meet(
         self,

@@ -51,10 +51,11 @@ class StepState:
             self._recorder.set_enabled(True)
 
     def prepare(self, device: torch.device) -> None:
-        """Make the flag of ``device`` before its first use; a flag made in a dummy run is shut."""
+        """Make what steps fill on ``device``, before any capture; a flag made in a dummy run is shut."""
         self._recorder.enabled_flag(device)
         if self.dummy:
             self._recorder.set_enabled(False)
+        self.real_rows(0, 1, device, capturing=False)
 
     def begin_step(self, num_tokens: int) -> None:
         """A step of ``num_tokens`` real tokens begins; further rows of its calls are padding."""
@@ -106,7 +107,8 @@ def is_capturing(x: Any) -> bool:
         return False
     import torch
 
-    ask = getattr(torch.get_device_module(x.device), "is_current_stream_capturing", None)
+    device_module = getattr(torch, x.device.type, None)
+    ask = getattr(device_module, "is_current_stream_capturing", None)
     return ask is not None and bool(ask())
 
 

@@ -26,8 +26,10 @@ def counts_list(
 ) -> list[int]:
     """Return tokens per expert as ints; a list of ints is cumulative whatever the type says."""
     if isinstance(group_list, torch.Tensor):
-        return counts_of(group_list.tolist(), group_list_type or 0, num_experts).tolist()
-    return counts_of(list(group_list or ()), 0, num_experts).tolist()
+        counts = counts_of(group_list.tolist(), group_list_type or 0, num_experts)
+    else:
+        counts = counts_of(list(group_list or ()), 0, num_experts)
+    return [int(count) for count in counts]
 
 
 def grouped_matmul(
@@ -53,10 +55,14 @@ def grouped_matmul(
     if group_list is None or group_type == -1:
         outs = [part @ _of_expert(weight, e) for e, part in enumerate(x)]
     elif len(x) == 1:
-        num_experts = weight[0].shape[0] if len(weight) == 1 and weight[0].dim() == 3 else len(weight)
+        num_experts = (
+            weight[0].shape[0] if len(weight) == 1 and weight[0].dim() == 3 else len(weight)
+        )
         counts = counts_list(group_list, group_list_type, num_experts)
         if len(counts) != num_experts:
-            raise ValueError(f"group_list has {len(counts)} groups, weight has {num_experts} experts")
+            raise ValueError(
+                f"group_list has {len(counts)} groups, weight has {num_experts} experts"
+            )
         num_rows = x[0].shape[0]
         if sum(counts) > num_rows:
             raise ValueError(f"group_list names {sum(counts)} rows, x has {num_rows}")
@@ -74,7 +80,10 @@ def grouped_matmul(
 
 
 def _along_k(
-    x: Tensors, weight: Tensors, group_list: torch.Tensor | Sequence[int] | None, group_list_type: int | None
+    x: Tensors,
+    weight: Tensors,
+    group_list: torch.Tensor | Sequence[int] | None,
+    group_list_type: int | None,
 ) -> list[torch.Tensor]:
     if group_list is None or len(x) != 1 or len(weight) != 1:
         raise ValueError("group_type 2 takes one x [K, T], one weight [T, N] and a group_list")
@@ -89,7 +98,11 @@ def _along_k(
 
 def _of_expert(parts: Tensors, expert: int) -> torch.Tensor:
     """Return the [K, N] (or bias [N]) of one expert, from one stacked tensor or a list."""
-    return parts[0][expert] if len(parts) == 1 and len(parts[0].shape) >= 2 and _stacked(parts) else parts[expert]
+    return (
+        parts[0][expert]
+        if len(parts) == 1 and len(parts[0].shape) >= 2 and _stacked(parts)
+        else parts[expert]
+    )
 
 
 def _stacked(parts: Tensors) -> bool:
@@ -111,5 +124,8 @@ def grouped_matmul_shapes(
         return [stacked] if split_item in (2, 3) else list(stacked.unbind(0))
     if len(x) == 1 and split_item in (2, 3):
         return [x[0].new_empty(x[0].shape[0], weight[0].shape[-1])]
-    outs = [part.new_empty(part.shape[0], weight[min(e, len(weight) - 1)].shape[-1]) for e, part in enumerate(x)]
+    outs = [
+        part.new_empty(part.shape[0], weight[min(e, len(weight) - 1)].shape[-1])
+        for e, part in enumerate(x)
+    ]
     return [torch.cat(outs)] if split_item in (2, 3) else outs

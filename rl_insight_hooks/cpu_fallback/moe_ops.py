@@ -24,7 +24,9 @@ def swiglu_backward(grad: torch.Tensor, x: torch.Tensor, dim: int = -1) -> torch
     return torch.cat([grad_gate, grad * gate * sigmoid], dim)
 
 
-def rms_norm(x: torch.Tensor, gamma: torch.Tensor, epsilon: float = 1e-6) -> tuple[torch.Tensor, torch.Tensor]:
+def rms_norm(
+    x: torch.Tensor, gamma: torch.Tensor, epsilon: float = 1e-6
+) -> tuple[torch.Tensor, torch.Tensor]:
     """npu_rms_norm: (x / rms * gamma, 1 / rms) over the last axis, in float32."""
     rstd = torch.rsqrt(x.float().square().mean(-1, keepdim=True) + epsilon)
     return ((x.float() * rstd).to(x.dtype) * gamma).to(x.dtype), rstd
@@ -39,7 +41,9 @@ def rotary_mul(
 ) -> torch.Tensor:
     """npu_rotary_mul, mode "half"."""
     if rotary_mode != "half" or rotate is not None:
-        raise ValueError(f"npu_rotary_mul on CPU knows rotary_mode 'half' only, not {rotary_mode!r}")
+        raise ValueError(
+            f"npu_rotary_mul on CPU knows rotary_mode 'half' only, not {rotary_mode!r}"
+        )
     first, second = x.chunk(2, -1)
     return x * cos + torch.cat((-second, first), -1) * sin
 

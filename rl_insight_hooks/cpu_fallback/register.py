@@ -76,17 +76,25 @@ _definitions: torch.library.Library | None = None
 _stand_in: ModuleType | None = None
 
 
-def _cpu_grouped_matmul(x: Sequence[torch.Tensor], weight: Sequence[torch.Tensor], **kwargs: Any) -> Any:
+def _cpu_grouped_matmul(
+    x: Sequence[torch.Tensor], weight: Sequence[torch.Tensor], **kwargs: Any
+) -> Any:
     for name in _QUANTISED:
         if kwargs.get(name) is not None:
-            raise ValueError(f"npu_grouped_matmul on CPU knows no {name}: quantised calls need a device")
+            raise ValueError(
+                f"npu_grouped_matmul on CPU knows no {name}: quantised calls need a device"
+            )
     if kwargs.get("act_type"):
-        raise ValueError(f"npu_grouped_matmul on CPU knows act_type 0 only, not {kwargs['act_type']}")
+        raise ValueError(
+            f"npu_grouped_matmul on CPU knows act_type 0 only, not {kwargs['act_type']}"
+        )
     names = ("bias", "group_list", "split_item", "group_type", "group_list_type")
     return grouped_matmul(x, weight, **{name: kwargs[name] for name in names if name in kwargs})
 
 
-def _meta_grouped_matmul(x: Sequence[torch.Tensor], weight: Sequence[torch.Tensor], **kwargs: Any) -> Any:
+def _meta_grouped_matmul(
+    x: Sequence[torch.Tensor], weight: Sequence[torch.Tensor], **kwargs: Any
+) -> Any:
     group_list = kwargs.get("group_list")
     return grouped_matmul_shapes(
         x,
@@ -101,7 +109,9 @@ class _GroupedMatmul(torch.autograd.Function):
     """Autograd of a grouped call (group_type 0, one x): dX and dW are grouped matmuls themselves."""
 
     @staticmethod
-    def forward(ctx: Any, op: Any, options: dict[str, Any], x: torch.Tensor, *weight: torch.Tensor) -> Any:
+    def forward(
+        ctx: Any, op: Any, options: dict[str, Any], x: torch.Tensor, *weight: torch.Tensor
+    ) -> Any:
         ctx.save_for_backward(x, *weight)
         ctx.op, ctx.options = op, options
         return op([x], list(weight), **options)[0]
@@ -110,7 +120,11 @@ class _GroupedMatmul(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         x, *weight = ctx.saved_tensors
         (grad,) = grads
-        options = {name: ctx.options[name] for name in ("group_list", "group_list_type") if name in ctx.options}
+        options = {
+            name: ctx.options[name]
+            for name in ("group_list", "group_list_type")
+            if name in ctx.options
+        }
         turned = [w.transpose(-1, -2) for w in weight]
         dx = ctx.op([grad], turned, **options, split_item=2, group_type=0)[0]
         dw = ctx.op([x.t()], [grad], **options, split_item=3, group_type=2)[0]
@@ -151,7 +165,9 @@ def register_cpu_kernels() -> None:
     if _kernels is not None:
         return
     if not hasattr(torch.ops.npu, "npu_grouped_matmul"):
-        raise ImportError("import torch_npu, or call install_stand_in(), before register_cpu_kernels()")
+        raise ImportError(
+            "import torch_npu, or call install_stand_in(), before register_cpu_kernels()"
+        )
     library = torch.library.Library("npu", "IMPL")
     for overload in ("default", "List"):
         name = "npu_grouped_matmul" if overload == "default" else "npu_grouped_matmul.List"
@@ -177,7 +193,9 @@ def stand_in() -> ModuleType:
     global _stand_in, _definitions
     if _stand_in is None:
         if "torch_npu" in sys.modules:
-            raise ImportError("torch_npu is imported: call register_cpu_kernels() instead of stand_in()")
+            raise ImportError(
+                "torch_npu is imported: call register_cpu_kernels() instead of stand_in()"
+            )
         definitions = torch.library.Library("npu", "FRAGMENT")
         for name, schema in _SCHEMAS.items():
             definitions.define(name + schema)
@@ -186,7 +204,9 @@ def stand_in() -> ModuleType:
         for name, function in _DIFFERENTIABLE.items():
             definitions.impl(name, function, "Meta")
         _definitions = definitions
-        module = ModuleType("torch_npu", "Stand-in of rl_insight_hooks: the grouped-matmul family on CPU.")
+        module = ModuleType(
+            "torch_npu", "Stand-in of rl_insight_hooks: the grouped-matmul family on CPU."
+        )
         module.__dict__["__version__"] = "0+rl_insight_hooks.stand_in"
         for name in _SCHEMAS:
             if "." not in name:

@@ -39,7 +39,11 @@ def as_history(load: npt.ArrayLike) -> npt.NDArray[Any]:
     try:
         raw: npt.NDArray[Any] = np.asarray(load)
     except ValueError:
-        raise UsageError("load rows differ in length; give tokens [layers, experts]") from None
+        raw = np.empty(0, dtype=object)
+    if (
+        raw.dtype == object and raw.ndim == 1
+    ):  # numpy before 1.24 makes such an array of ragged rows
+        raise UsageError("load rows differ in length; give tokens [layers, experts]")
     if raw.dtype.kind not in "iufbO":
         raise UsageError(f"load is {raw.dtype}; give numbers of tokens [layers, experts]")
     if raw.ndim not in (2, 3):

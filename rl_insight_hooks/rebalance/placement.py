@@ -79,9 +79,11 @@ def make_placement(
     try:
         raw: Any = np.asarray(physical_to_logical)
     except ValueError:
-        raise DataError(
-            "the placement's layers differ in length; all need the same slots"
-        ) from None
+        raw = np.empty(0, dtype=object)
+    if (
+        raw.dtype == object and raw.ndim == 1
+    ):  # numpy before 1.24 makes such an array of ragged rows
+        raise DataError("the placement's layers differ in length; all need the same slots")
     if raw.ndim != 2 or raw.dtype.kind not in "iu":
         raise DataError(
             f"a placement must be whole numbers [layers, slots]; this is {raw.dtype} {list(raw.shape)}"

@@ -100,7 +100,7 @@ def lower_risk(held_LDS: IntArray, expected: Forecast, shape: Shape) -> FloatArr
 def _pairs(
     risk_X: FloatArray, num_layers: int, shape: Shape, turn: int
 ) -> tuple[IntArray, IntArray]:
-    """Return devices above their layer's mean risk, each with a lighter one of the same row."""
+    """Return devices not below their layer's mean risk, each with a lighter one of the same row."""
     risk_KD = risk_X.reshape(num_layers * shape.num_domains, -1)
     mean_K = np.repeat(risk_X.reshape(num_layers, -1).mean(axis=1), shape.num_domains)
     num_rows, size = risk_KD.shape
@@ -109,7 +109,7 @@ def _pairs(
     shift = (np.arange(half) + turn) % half
     heavy_KH, light_KH = order_KD[:, : size - half - 1 : -1], order_KD[:, shift]
     base = np.arange(num_rows)[:, None] * size
-    use_KH = np.take_along_axis(risk_KD, heavy_KH, axis=1) > mean_K[:, None]
+    use_KH = np.take_along_axis(risk_KD, heavy_KH, axis=1) >= mean_K[:, None] * _GAIN
     return (heavy_KH + base)[use_KH], (light_KH + base)[use_KH]
 
 

@@ -117,7 +117,9 @@ def _setting(
         flag = _LEGACY_FLAGS[key]
         every = {f for group in flags.values() for f in group}
         if flag == DATA or flag in every:
-            return [_Setting(key, flag, value.strip("[]") if flag in ("--step", "--rank") else value)]
+            return [
+                _Setting(key, flag, value.strip("[]") if flag in ("--step", "--rank") else value)
+            ]
         raise UsageError(f"{key} means nothing to the command {command}")
     head, _, option = key.partition(".")
     if head == command and option in flags:
@@ -152,7 +154,9 @@ def _as_flags(
                 )
         before = given.get(group[0])
         if before is not None and before.value != setting.value:
-            raise UsageError(f"{before.key}={before.value} and {setting.key}={setting.value} contradict each other")
+            raise UsageError(
+                f"{before.key}={before.value} and {setting.key}={setting.value} contradict each other"
+            )
         if before is not None or any(True for _ in _given_flags(rest, group)):
             continue
         given[group[0]] = setting

@@ -32,7 +32,16 @@ _MAX_HEIGHT_IN = 24.0
 _MAX_ROWS_PER_PAGE = 1500
 _MAX_PAGES = 8
 _ABSENT_COLOUR = "#e4e4e4"
-_BAND_COLOURS = ("#4c72b0", "#dd8452", "#55a868", "#8172b3", "#937860", "#64b5cd", "#c44e52", "#8c8c8c")
+_BAND_COLOURS = (
+    "#4c72b0",
+    "#dd8452",
+    "#55a868",
+    "#8172b3",
+    "#937860",
+    "#64b5cd",
+    "#c44e52",
+    "#8c8c8c",
+)
 _CJK_FONTS = (
     "Noto Sans CJK SC",
     "Noto Sans CJK JP",
@@ -60,10 +69,14 @@ class Style:
         if self.dpi < 20 or self.dpi > 1200:
             raise UsageError(f"--dpi {self.dpi} is out of range; choose 20 to 1200")
         if self.cmap not in matplotlib.colormaps:
-            raise UsageError(f"--cmap {self.cmap} is no colour map of matplotlib; try viridis or magma")
+            raise UsageError(
+                f"--cmap {self.cmap} is no colour map of matplotlib; try viridis or magma"
+            )
 
 
-def draw(picture: Heatmap, output: Path, style: Style | None = None) -> tuple[list[Path], list[str]]:
+def draw(
+    picture: Heatmap, output: Path, style: Style | None = None
+) -> tuple[list[Path], list[str]]:
     """Draw ``picture`` to ``output``, in several files where one would be unreadable.
 
     Args:
@@ -95,7 +108,10 @@ def draw(picture: Heatmap, output: Path, style: Style | None = None) -> tuple[li
     if len(shown) > _MAX_PAGES:
         shown = [picture]
     files = []
-    with matplotlib.rc_context({"font.family": fonts, "svg.fonttype": "none"}), warnings.catch_warnings():
+    with (
+        matplotlib.rc_context({"font.family": fonts, "svg.fonttype": "none"}),
+        warnings.catch_warnings(),
+    ):
         warnings.filterwarnings("ignore", message="Glyph .* missing")  # the note says it
         top = float(np.nanmax(picture.value_RC)) if np.isfinite(picture.value_RC).any() else 1.0
         for i, page in enumerate(shown):
@@ -106,7 +122,11 @@ def draw(picture: Heatmap, output: Path, style: Style | None = None) -> tuple[li
                     f"{drawn.num_rows_per_pixel_row}"
                 )
             part = f" ({i + 1} of {len(shown)})" if len(shown) > 1 else ""
-            file = target if len(shown) == 1 else target.with_name(f"{target.stem}-{i + 1}{target.suffix}")
+            file = (
+                target
+                if len(shown) == 1
+                else target.with_name(f"{target.stem}-{i + 1}{target.suffix}")
+            )
             figure = _figure(drawn, style, top, part)
             file.parent.mkdir(parents=True, exist_ok=True)
             figure.savefig(file, dpi=style.dpi)
@@ -123,7 +143,9 @@ def output_file(output: Path) -> Path:
     if output.is_dir() or output.suffix == "":
         return output / DEFAULT_FILE_NAME
     if output.suffix.lower() not in ENDINGS:
-        raise UsageError(f"-o {output}: cannot write {output.suffix}; choose {', '.join(ENDINGS)} or a folder")
+        raise UsageError(
+            f"-o {output}: cannot write {output.suffix}; choose {', '.join(ENDINGS)} or a folder"
+        )
     return output
 
 
@@ -156,11 +178,16 @@ def _layout(picture: Heatmap, footer_lines: int) -> _Layout:
     right = 2.9
     top, bottom = 0.95, 0.75 + 0.17 * footer_lines + 0.08
     gap = 0.06 * num_rows / heat_height if len(picture.blocks) > 1 else 0.0
-    return _Layout(left + heat_width + right, top + heat_height + bottom, left, right, top, bottom, gap)
+    return _Layout(
+        left + heat_width + right, top + heat_height + bottom, left, right, top, bottom, gap
+    )
 
 
 def _figure(picture: Heatmap, style: Style, top_value: float, part: str) -> Figure:
-    footer = [f"{h.label}: {h.tokens:,} tokens, {h.over_mean:.1f}x its row's mean" for h in picture.hottest]
+    footer = [
+        f"{h.label}: {h.tokens:,} tokens, {h.over_mean:.1f}x its row's mean"
+        for h in picture.hottest
+    ]
     lay = _layout(picture, len(footer) + 1 if footer else 0)
     figure = Figure(figsize=(lay.width, lay.height), facecolor="white")
     FigureCanvasAgg(figure)
@@ -251,7 +278,9 @@ def _ticks(axes: Any, picture: Heatmap, tops: np.ndarray, width_in: float, row_i
     ]
     if len(picture.blocks) > 1 and min(b.num_rows for b in picture.blocks) * row_in < 0.13:
         rows = []  # blocks too low for a row label: their own labels must do
-    axes.set_yticks([tops[r] + 0.5 for r in rows], [picture.row_labels[r] for r in rows], fontsize=8)
+    axes.set_yticks(
+        [tops[r] + 0.5 for r in rows], [picture.row_labels[r] for r in rows], fontsize=8
+    )
     axes.tick_params(length=2, pad=2)
     axes.set_ylabel("")
     axes.annotate(
@@ -270,7 +299,9 @@ def _nice_step(least: float) -> int:
     return int(10 ** math.ceil(math.log10(least)))
 
 
-def _bands(axes: Any, picture: Heatmap, tops: np.ndarray, lay: _Layout, width_in: float, row_in: float) -> None:
+def _bands(
+    axes: Any, picture: Heatmap, tops: np.ndarray, lay: _Layout, width_in: float, row_in: float
+) -> None:
     """A coloured band with a label left of each block; labels thin out where blocks are too low."""
     groups = list(dict.fromkeys(b.group for b in picture.blocks))
     per_inch = picture.value_RC.shape[1] / width_in
@@ -288,13 +319,28 @@ def _bands(axes: Any, picture: Heatmap, tops: np.ndarray, lay: _Layout, width_in
             continue
         free_from = middle + 0.075 / row_in
         label = block.label if len(block.label) <= 60 else block.label[:57] + "..."
-        axes.text(band_x - 0.06 * per_inch, middle, label, ha="right", va="center", fontsize=8, clip_on=False)
+        axes.text(
+            band_x - 0.06 * per_inch,
+            middle,
+            label,
+            ha="right",
+            va="center",
+            fontsize=8,
+            clip_on=False,
+        )
 
 
 def _mark_hottest(axes: Any, picture: Heatmap, tops: np.ndarray) -> None:
     for cell in picture.hottest:
         axes.add_patch(
-            Rectangle((cell.column - 0.5, tops[cell.row]), 1, 1, fill=False, edgecolor="red", linewidth=0.9)
+            Rectangle(
+                (cell.column - 0.5, tops[cell.row]),
+                1,
+                1,
+                fill=False,
+                edgecolor="red",
+                linewidth=0.9,
+            )
         )
 
 
@@ -314,7 +360,13 @@ def _imbalance(axes: Any, picture: Heatmap, tops: np.ndarray) -> None:
     if row_in >= 0.11:
         for y, v in zip(tops, picture.imbalance_R, strict=True):
             text = "-" if np.isnan(v) else f"{v:.2f}"
-            axes.text(max(0 if np.isnan(v) else v, 1.0) + (high - 1.0) * 0.04, y + 0.5, text, va="center", fontsize=7)
+            axes.text(
+                max(0 if np.isnan(v) else v, 1.0) + (high - 1.0) * 0.04,
+                y + 0.5,
+                text,
+                va="center",
+                fontsize=7,
+            )
 
 
 def _footer(figure: Figure, lay: _Layout, lines: list[str]) -> None:

@@ -87,7 +87,12 @@ def headline_only(table: LoadTable) -> LoadTable:
 
 
 def build(
-    table: LoadTable, *, view: str = "layers", normalize: str = "none", sort: str = "expert", num_hottest: int = 5
+    table: LoadTable,
+    *,
+    view: str = "layers",
+    normalize: str = "none",
+    sort: str = "expert",
+    num_hottest: int = 5,
 ) -> Heatmap:
     """Return the picture of ``table``.
 
@@ -111,13 +116,17 @@ def build(
         if value not in known:
             raise UsageError(f"--{name} {value} is unknown; choose one of {', '.join(known)}")
     if table.num_rows == 0:
-        raise UsageError("nothing to draw: no rows are left by --step, --role, --rank, --layer and --phase")
+        raise UsageError(
+            "nothing to draw: no rows are left by --step, --role, --rank, --layer and --phase"
+        )
     axis = _AXES["layers" if view == "experts" else view]
     order = np.lexsort([getattr(table, f) for f in (axis.row_field, *reversed(axis.block_fields))])
     table = table.take(order)
     counts_RC = table.counts_NE.astype(np.float64)
     columns = np.arange(table.num_experts)
-    held_RC = (columns >= table.first_N[:, None]) & (columns < (table.first_N + table.held_N)[:, None])
+    held_RC = (columns >= table.first_N[:, None]) & (
+        columns < (table.first_N + table.held_N)[:, None]
+    )
     counts_RC[~held_RC] = np.nan
     used = held_RC.any(0)
     counts_RC, columns = counts_RC[:, used], columns[used]
@@ -132,17 +141,21 @@ def build(
         row_labels=row_labels,
         column_labels=tuple(str(c) for c in columns.tolist()),
         blocks=blocks,
-        hottest=_hottest(counts_RC, columns, row_labels, blocks, num_hottest, _ROW_NAMES[axis.row_field]),
+        hottest=_hottest(
+            counts_RC, columns, row_labels, blocks, num_hottest, _ROW_NAMES[axis.row_field]
+        ),
         row_name=_ROW_NAMES[axis.row_field],
         column_name="expert" if table.id_space == "logical" else f"expert ({table.id_space})",
-        unit={"none": "tokens", "row": "tokens / row mean", "layer": "tokens / layer's largest"}[normalize],
+        unit={"none": "tokens", "row": "tokens / row mean", "layer": "tokens / layer's largest"}[
+            normalize
+        ],
     )
     return _turned(picture) if view == "experts" else picture
 
 
 def phases_are_headline(table: LoadTable) -> bool:
     """Return True when every role shows one phase and it is its headline: then labels need not say it."""
-    return set(table.phases[p] for p in np.unique(table.phase_N)) <= {HEADLINE_PHASES[0]}
+    return {table.phases[p] for p in np.unique(table.phase_N)} <= {HEADLINE_PHASES[0]}
 
 
 def pooled(picture: Heatmap, max_rows: int) -> Heatmap:
@@ -202,7 +215,9 @@ def _page(picture: Heatmap, blocks: list[Block]) -> Heatmap:
         imbalance_R=picture.imbalance_R[first:end],
         row_labels=picture.row_labels[first:end],
         blocks=tuple(replace(b, first_row=b.first_row - first) for b in blocks),
-        hottest=tuple(replace(h, row=h.row - first) for h in picture.hottest if first <= h.row < end),
+        hottest=tuple(
+            replace(h, row=h.row - first) for h in picture.hottest if first <= h.row < end
+        ),
     )
 
 
@@ -300,7 +315,9 @@ def _turned(picture: Heatmap) -> Heatmap:
     """Experts down, layers across: blocks stay above one another."""
     widest = max(b.num_rows for b in picture.blocks)
     num_experts = picture.value_RC.shape[1]
-    values, blocks, labels = [], [], []
+    values: list[FloatArray] = []
+    blocks: list[Block] = []
+    labels: list[str] = []
     hottest: list[HotCell] = []
     for i, block in enumerate(picture.blocks):
         rows = slice(block.first_row, block.first_row + block.num_rows)

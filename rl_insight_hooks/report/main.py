@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from rl_insight_hooks.errors import EXIT_FAILED, EXIT_OK, EXIT_USAGE, RlInsightError
 
@@ -49,7 +50,9 @@ def run(argv: list[str]) -> int:
         _say(f"error: {where}{error.strerror or error}")
         return EXIT_FAILED
     except MemoryError:
-        _say("error: out of memory; choose less with --step, --role or --layer, or use --merge-ranks")
+        _say(
+            "error: out of memory; choose less with --step, --role or --layer, or use --merge-ranks"
+        )
         return EXIT_FAILED
 
 
@@ -58,7 +61,8 @@ def _run(argv: list[str]) -> int:
 
     from rl_insight_hooks.report import cli
 
-    click_error = typer.BadParameter.__mro__[2]  # ClickException, of click or of typer's own copy of it
+    # ClickException, of click or of typer's own copy of it
+    click_error: Any = typer.BadParameter.__mro__[2]
     try:
         result = cli.invoke(argv)
     except typer.Exit as left:

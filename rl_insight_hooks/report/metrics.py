@@ -33,22 +33,26 @@ def balancedness(load_LB: npt.ArrayLike) -> FloatArray:
 
 def imbalance_ratio(load_LB: npt.ArrayLike) -> FloatArray:
     """Return (max - mean) / mean [L], in [0, B - 1]; 0 is perfect (TensorRT-LLM)."""
-    return max_over_mean(load_LB) - 1.0
+    ratio: FloatArray = max_over_mean(load_LB) - 1.0
+    return ratio
 
 
 def max_violation(load_LB: npt.ArrayLike) -> FloatArray:
     """Return max_b d [L], d = B c / sum c - 1, in [0, B - 1] (verl's max_vio)."""
-    return _deviation(load_LB).max(-1)
+    largest: FloatArray = _deviation(load_LB).max(-1)
+    return largest
 
 
 def min_violation(load_LB: npt.ArrayLike) -> FloatArray:
     """Return min_b d [L], in [-1, 0]; -1: some bin gets nothing (verl's min_vio)."""
-    return _deviation(load_LB).min(-1)
+    smallest: FloatArray = _deviation(load_LB).min(-1)
+    return smallest
 
 
 def mean_violation(load_LB: npt.ArrayLike) -> FloatArray:
     """Return mean_b |d| [L], in [0, 2 - 2 / B]; 0 is perfect (verl's avg_vio)."""
-    return np.abs(_deviation(load_LB)).mean(-1)
+    mean: FloatArray = np.abs(_deviation(load_LB)).mean(-1)
+    return mean
 
 
 def coefficient_of_variation(load_LB: npt.ArrayLike) -> FloatArray:
@@ -78,7 +82,8 @@ def num_dead(load_LB: npt.ArrayLike) -> FloatArray:
 
 def dead_fraction(load_LB: npt.ArrayLike) -> FloatArray:
     """Return the share of bins without a token [L], in [0, 1)."""
-    return num_dead(load_LB) / _float(load_LB).shape[-1]
+    fraction: FloatArray = num_dead(load_LB) / _float(load_LB).shape[-1]
+    return fraction
 
 
 def total_variation(load_LB: npt.ArrayLike, other_LB: npt.ArrayLike) -> FloatArray:
@@ -93,7 +98,8 @@ def jensen_shannon(load_LB: npt.ArrayLike, other_LB: npt.ArrayLike) -> FloatArra
     p, q = _share(load_LB), _share(other_LB)
     middle = 0.5 * (p + q)
     divergence = 0.5 * (_kullback_leibler(p, middle) + _kullback_leibler(q, middle))
-    return np.sqrt(np.maximum(divergence, 0.0))
+    distance: FloatArray = np.sqrt(np.maximum(divergence, 0.0))
+    return distance
 
 
 METRICS: dict[str, Callable[[npt.ArrayLike], FloatArray]] = {
@@ -118,7 +124,9 @@ def all_metrics(load_LB: npt.ArrayLike) -> dict[str, FloatArray]:
     return {name: function(load_LB) for name, function in METRICS.items()}
 
 
-def percentiles(values_L: npt.ArrayLike, at: tuple[int, ...] = (50, 75, 90, 95)) -> dict[str, float]:
+def percentiles(
+    values_L: npt.ArrayLike, at: tuple[int, ...] = (50, 75, 90, 95)
+) -> dict[str, float]:
     """Return {"p50": ...} over layers, NaN rows left out; NaN where nothing is left."""
     values = _float(values_L)
     values = values[~np.isnan(values)]
@@ -139,7 +147,8 @@ def _over(top: FloatArray, bottom: FloatArray) -> FloatArray:
 
 def _deviation(load_LB: npt.ArrayLike) -> FloatArray:
     load = _float(load_LB)
-    return load.shape[-1] * _over(load, load.sum(-1, keepdims=True)) - 1.0
+    deviation: FloatArray = load.shape[-1] * _over(load, load.sum(-1, keepdims=True)) - 1.0
+    return deviation
 
 
 def _share(load_LB: npt.ArrayLike) -> FloatArray:

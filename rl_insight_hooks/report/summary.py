@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -58,7 +59,9 @@ class RoleSummary(msgspec.Struct, kw_only=True, frozen=True):
     percentiles: dict[str, float | None]  # of max/mean over layers
     device_max_over_mean: float | None
     device_max_over_mean_mean: float | None
-    even_load_saves: float | None  # share of the expert part's time: 1 - sum mean / sum max over layers
+    even_load_saves: (
+        float | None
+    )  # share of the expert part's time: 1 - sum mean / sum max over layers
     dead_experts: int
     hottest: list[HotExpert]
     trend: dict[str, float | int | None] | None
@@ -108,7 +111,9 @@ def summarize(table: LoadTable, devices: Devices | None = None) -> Summary:
         devices: where experts sit, for metrics over devices.
     """
     devices = devices or Devices()
-    roles = [s for role in range(len(table.roles)) if (s := _role(table, role, devices)) is not None]
+    roles = [
+        s for role in range(len(table.roles)) if (s := _role(table, role, devices)) is not None
+    ]
     roles.sort(key=lambda r: -(r.max_over_mean or 0.0))
     return Summary(
         summary_version=SUMMARY_VERSION,
@@ -155,7 +160,9 @@ def _role(table: LoadTable, role: int, devices: Devices) -> RoleSummary | None:
     over_experts = metrics.all_metrics(load_LE)
     load_LD = devices.load(load_LE)
     over_devices = None if load_LD is None else metrics.all_metrics(load_LD)
-    judged = over_experts["max_over_mean"] if over_devices is None else over_devices["max_over_mean"]
+    judged = (
+        over_experts["max_over_mean"] if over_devices is None else over_devices["max_over_mean"]
+    )
     order = np.argsort(-np.nan_to_num(judged, nan=-1.0), kind="stable")
     steps = np.unique(table.step_N[rows])
     steps = steps[steps != NO_STEP]
@@ -171,11 +178,17 @@ def _role(table: LoadTable, role: int, devices: Devices) -> RoleSummary | None:
         assignments=int(load_LE.sum()),
         worst_layer=int(layers_L[worst]),
         max_over_mean=_number(np.nanmax(over_experts["max_over_mean"]) if used.any() else np.nan),
-        max_over_mean_mean=_number(np.nanmean(over_experts["max_over_mean"]) if used.any() else np.nan),
-        percentiles={k: _number(v) for k, v in metrics.percentiles(over_experts["max_over_mean"]).items()},
+        max_over_mean_mean=_number(
+            np.nanmean(over_experts["max_over_mean"]) if used.any() else np.nan
+        ),
+        percentiles={
+            k: _number(v) for k, v in metrics.percentiles(over_experts["max_over_mean"]).items()
+        },
         device_max_over_mean=_worst(over_devices),
         device_max_over_mean_mean=_mean(over_devices),
-        even_load_saves=_number(1.0 - busiest.mean(1).sum() / busiest.max(1).sum()) if used.any() else None,
+        even_load_saves=_number(1.0 - busiest.mean(1).sum() / busiest.max(1).sum())
+        if used.any()
+        else None,
         dead_experts=int(np.nansum(over_experts["dead"])),
         hottest=_hottest(layers_L, load_LE),
         trend=_trend(table, rows, devices),
@@ -185,7 +198,9 @@ def _role(table: LoadTable, role: int, devices: Devices) -> RoleSummary | None:
                 name=table.layer_label(int(layers_L[i])),
                 assignments=int(load_LE[i].sum()),
                 experts={k: _number(v[i]) for k, v in over_experts.items()},
-                devices=None if over_devices is None else {k: _number(v[i]) for k, v in over_devices.items()},
+                devices=None
+                if over_devices is None
+                else {k: _number(v[i]) for k, v in over_devices.items()},
                 hottest_expert=int(load_LE[i].argmax()),
                 hottest_tokens=int(load_LE[i].max()),
             )
@@ -225,7 +240,9 @@ def per_step(table: LoadTable, rows: IntArray, devices: Devices) -> tuple[IntArr
     return steps, values
 
 
-def _trend(table: LoadTable, rows: IntArray, devices: Devices) -> dict[str, float | int | None] | None:
+def _trend(
+    table: LoadTable, rows: IntArray, devices: Devices
+) -> dict[str, float | int | None] | None:
     steps, values = per_step(table, rows, devices)
     found: Trend | None = trend(steps, values) if steps.size > 1 else None
     if found is None:
@@ -239,7 +256,7 @@ def _trend(table: LoadTable, rows: IntArray, devices: Devices) -> dict[str, floa
     }
 
 
-def _number(value: float) -> float | None:
+def _number(value: float | np.floating[Any]) -> float | None:
     """NaN has no place in JSON: it becomes null."""
     return None if np.isnan(value) else float(value)
 
@@ -292,5 +309,7 @@ def exceeded(summary: Summary, limits: dict[str, float]) -> list[str]:
             value, layer = min(known) if lower else max(known)
             if value < limit if lower else value > limit:
                 word = "below" if lower else "above"
-                found.append(f"{role.role}: {name} of layer {layer} is {value:.4g}, {word} {limit:g}")
+                found.append(
+                    f"{role.role}: {name} of layer {layer} is {value:.4g}, {word} {limit:g}"
+                )
     return found

@@ -29,7 +29,9 @@ def _role_lines(role: RoleSummary, num_layers: int) -> list[str]:
     shown = role.layers[: num_layers or None]
     lines += ["  " + line for line in _table(shown, on_devices=role.num_devices is not None)]
     if len(shown) < len(role.layers):
-        lines.append(f"  ... {len(role.layers) - len(shown)} better layers (--layers-shown 0 for all)")
+        lines.append(
+            f"  ... {len(role.layers) - len(shown)} better layers (--layers-shown 0 for all)"
+        )
     lines.append("  " + _percentiles(role))
     if role.hottest:
         hot = ", ".join(f"L{h.layer} E{h.expert} {h.over_mean:.1f}x" for h in role.hottest)
@@ -76,7 +78,10 @@ def _table(layers: list[LayerSummary], *, on_devices: bool) -> list[str]:
     widths = [max(len(row[i]) for row in rows) for i in range(len(heads))]
     return [
         "  ".join(
-            [row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))]
+            [
+                row[0].ljust(widths[0]),
+                *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True)),
+            ]
         ).rstrip()
         for row in rows
     ]

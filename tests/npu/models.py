@@ -29,7 +29,9 @@ def qwen3_moe(seed=0):
     from transformers.models.qwen3_moe import modeling_qwen3_moe
     from verl.models.transformers import npu_patch
 
-    modeling_qwen3_moe.Qwen3MoeSparseMoeBlock.forward = npu_patch.qwen3_moe_sparse_moe_block_forward_npu
+    modeling_qwen3_moe.Qwen3MoeSparseMoeBlock.forward = (
+        npu_patch.qwen3_moe_sparse_moe_block_forward_npu
+    )
     torch.histc = histc_of_ints
     torch.manual_seed(seed)
     config = Qwen3MoeConfig(
@@ -80,7 +82,9 @@ class CallersMoe(nn.Module):
             if self.checkpointing is None or not torch.is_grad_enabled():
                 x_TH = x_TH + layer(x_TH)
             else:
-                x_TH = x_TH + checkpoint(layer, x_TH, use_reentrant=self.checkpointing == "reentrant")
+                x_TH = x_TH + checkpoint(
+                    layer, x_TH, use_reentrant=self.checkpointing == "reentrant"
+                )
         return x_TH
 
 
@@ -97,7 +101,9 @@ class Block(nn.Module):
         order = expert_TK.flatten().argsort(stable=True)
         counts_E = torch.bincount(expert_TK.flatten(), minlength=NUM_EXPERTS)
         rows = self.experts(x_TH[order // TOP_K], counts_E)
-        return torch.zeros_like(x_TH).index_add(0, order // TOP_K, rows * weight_TK.flatten()[order, None])
+        return torch.zeros_like(x_TH).index_add(
+            0, order // TOP_K, rows * weight_TK.flatten()[order, None]
+        )
 
 
 class Experts(nn.Module):
@@ -152,7 +158,9 @@ class Gmm(torch.autograd.Function):
     def backward(ctx, grad):
         x, weight = ctx.saved_tensors
         options = dict(group_list=ctx.group_list, **ctx.options)
-        dx = torch_npu.npu_grouped_matmul([grad], [weight.mT], split_item=2, group_type=0, **options)[0]
+        dx = torch_npu.npu_grouped_matmul(
+            [grad], [weight.mT], split_item=2, group_type=0, **options
+        )[0]
         dw = torch_npu.npu_grouped_matmul([x.t()], [grad], split_item=3, group_type=2, **options)[0]
         return dx, dw, None, None
 
@@ -195,14 +203,17 @@ class RouterTruth:
 
     def reset(self):
         self.counts = {
-            phase: [[0] * NUM_EXPERTS for _ in range(self.num_layers)] for phase in ("forward", "recompute")
+            phase: [[0] * NUM_EXPERTS for _ in range(self.num_layers)]
+            for phase in ("forward", "recompute")
         }
 
     def _count(self, layer):
         def count(gate, args, output):
             logits = output[0] if isinstance(output, tuple) else output
             row = self.counts["recompute" if self.backward_runs else "forward"][layer]
-            for token in logits.detach().float().topk(TOP_K, -1).indices.reshape(-1, TOP_K).tolist():
+            for token in (
+                logits.detach().float().topk(TOP_K, -1).indices.reshape(-1, TOP_K).tolist()
+            ):
                 for expert in token:
                     row[expert] += 1
 

@@ -38,7 +38,9 @@ def times(rows, factor):
 def check_common(load, watched):
     assert load.failed == {}
     assert [r.layer for r in load.records if r.phase == "forward"] == list(range(NUM_LAYERS))
-    assert {r.layer_source for r in load.records if r.layer >= 0} == {"module" if watched else "call_order"}
+    assert {r.layer_source for r in load.records if r.layer >= 0} == {
+        "module" if watched else "call_order"
+    }
     for record in load.records:
         assert sum(record.counts) == record.num_assignments
 
@@ -69,7 +71,9 @@ def test_log_prob_pass(rih, qwen, tmp_path, watched):
     if watched:
         assert (load.num_experts, load.top_k) == (NUM_EXPERTS, TOP_K)
         assert [r.num_tokens for r in load.records] == [3 * 2 * 17] * NUM_LAYERS
-        assert [r.layer_name for r in load.records] == [f"model.layers.{i}.mlp" for i in range(NUM_LAYERS)]
+        assert [r.layer_name for r in load.records] == [
+            f"model.layers.{i}.mlp" for i in range(NUM_LAYERS)
+        ]
         assert load.notes == []
 
 
@@ -77,7 +81,10 @@ def test_log_prob_pass(rih, qwen, tmp_path, watched):
 @pytest.mark.parametrize("own_thread", [False, True], ids=["same thread", "own thread"])
 @pytest.mark.parametrize("kind", [None, "reentrant", "non-reentrant"])
 @pytest.mark.truth(
-    scenario="update, two micro-batches, each checkpoint flavour", seam=NPU, version="2.13.0", verdict="exact"
+    scenario="update, two micro-batches, each checkpoint flavour",
+    seam=NPU,
+    version="2.13.0",
+    verdict="exact",
 )
 def test_update(rih, qwen, tmp_path, kind, own_thread, watched):
     truth = RouterTruth(qwen)
@@ -104,7 +111,10 @@ def test_update(rih, qwen, tmp_path, kind, own_thread, watched):
     assert found.pop("dw") == truth.counts["forward"]
     assert found == {}
     check_common(load, watched)
-    num_calls = {phase: {r.num_calls for r in load.records if r.phase == phase} for phase in ("forward", "dx", "dw")}
+    num_calls = {
+        phase: {r.num_calls for r in load.records if r.phase == phase}
+        for phase in ("forward", "dx", "dw")
+    }
     assert num_calls == {"forward": {6}, "dx": {6}, "dw": {6}}
 
 
@@ -151,7 +161,9 @@ def test_forms(rih, tmp_path, style, kind, watched):
 
 @pytest.mark.parametrize("watched", [True, False], ids=["watch", "no watch"])
 @pytest.mark.parametrize("kind", [None, "reentrant", "non-reentrant"])
-@pytest.mark.truth(scenario="all forwards before all backwards", seam=NPU, version="2.13.0", verdict="exact")
+@pytest.mark.truth(
+    scenario="all forwards before all backwards", seam=NPU, version="2.13.0", verdict="exact"
+)
 def test_forwards_first_then_backwards(rih, tmp_path, kind, watched):
     model = CallersMoe("verl")
     model.checkpointing = kind
@@ -180,7 +192,9 @@ def test_dense_layers_are_skipped(rih, tmp_path):
     assert counts_by_layer(load) == truth.counts["forward"]
 
 
-@pytest.mark.truth(scenario="one block shared by all layers", seam=NPU, version="2.13.0", verdict="exact")
+@pytest.mark.truth(
+    scenario="one block shared by all layers", seam=NPU, version="2.13.0", verdict="exact"
+)
 def test_shared_weights(rih, tmp_path):
     model = CallersMoe("verl")
     shared = model.layers[0]
@@ -197,7 +211,9 @@ def test_shared_weights(rih, tmp_path):
     assert load.records[0].num_passes == NUM_LAYERS
 
 
-@pytest.mark.truth(scenario="eval pass beside training", seam=NPU, version="2.13.0", verdict="exact")
+@pytest.mark.truth(
+    scenario="eval pass beside training", seam=NPU, version="2.13.0", verdict="exact"
+)
 def test_an_evaluation_has_its_own_role(rih, tmp_path):
     model = CallersMoe("verl")
     truth = RouterTruth(model)
@@ -214,7 +230,9 @@ def test_an_evaluation_has_its_own_role(rih, tmp_path):
     assert by_phase(read(tmp_path, 1, "eval")) == {"forward": truth.counts["forward"]}
 
 
-@pytest.mark.truth(scenario="a GMM audit by TorchDispatchMode", seam=NPU, version="2.13.0", verdict="exact")
+@pytest.mark.truth(
+    scenario="a GMM audit by TorchDispatchMode", seam=NPU, version="2.13.0", verdict="exact"
+)
 def test_dispatch_mode_sees_as_many_calls_as_were_recorded(rih, tmp_path):
     from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -230,4 +248,8 @@ def test_dispatch_mode_sees_as_many_calls_as_were_recorded(rih, tmp_path):
     with rih.record(tmp_path, step=1, role="r"), Audit():
         model(torch.randn(9, HIDDEN, requires_grad=True)).sum().backward()
     rih.flush()
-    assert Audit.num_calls == sum(r.num_calls for r in read(tmp_path, 1, "r").records) == 12 * NUM_LAYERS
+    assert (
+        Audit.num_calls
+        == sum(r.num_calls for r in read(tmp_path, 1, "r").records)
+        == 12 * NUM_LAYERS
+    )

@@ -43,7 +43,10 @@ def forward_of(table):
 
 @pytest.mark.parametrize("style", ["verl", "cumulative", "te", "list"])
 @pytest.mark.truth(
-    scenario="an msprobe dump, counts and cumulative lists", seam="msprobe reader", version="26.2.0", verdict="exact"
+    scenario="an msprobe dump, counts and cumulative lists",
+    seam="msprobe reader",
+    version="26.2.0",
+    verdict="exact",
 )
 def test_dump_gives_the_routers_counts(tmp_path, style):
     truth = run(tmp_path, style, "alone")
@@ -54,7 +57,10 @@ def test_dump_gives_the_routers_counts(tmp_path, style):
 
 @pytest.mark.parametrize("order", ["before", "after"])
 @pytest.mark.truth(
-    scenario="msprobe and the recorder at once", seam="torch_npu.npu_grouped_matmul", version="26.2.0", verdict="exact"
+    scenario="msprobe and the recorder at once",
+    seam="torch_npu.npu_grouped_matmul",
+    version="26.2.0",
+    verdict="exact",
 )
 def test_both_at_once(tmp_path, order):
     truth = run(tmp_path, "verl", order)

@@ -93,7 +93,10 @@ def test_import_order(tmp_path, first):
     ],
 )
 @pytest.mark.truth(
-    scenario="every spelling of the operator", seam="torch_npu.npu_grouped_matmul", version="2.13.0", verdict="exact"
+    scenario="every spelling of the operator",
+    seam="torch_npu.npu_grouped_matmul",
+    version="2.13.0",
+    verdict="exact",
 )
 def test_spellings(tmp_path, spelling):
     run(
@@ -206,7 +209,10 @@ def test_compiled_watched(tmp_path, backend):
 
 
 @pytest.mark.truth(
-    scenario="torch.compile without watch", seam="torch_npu.npu_grouped_matmul", version="2.13.0", verdict="marked"
+    scenario="torch.compile without watch",
+    seam="torch_npu.npu_grouped_matmul",
+    version="2.13.0",
+    verdict="marked",
 )
 def test_compiled_unwatched_says_so(tmp_path):
     run(

@@ -25,7 +25,9 @@ def torch_npu():
     return sys.modules["torch_npu"]
 
 
-def layer_pass(counts, *, hidden=4, width=6, list_type=1, calls="gate_up_down", requires_grad=False):
+def layer_pass(
+    counts, *, hidden=4, width=6, list_type=1, calls="gate_up_down", requires_grad=False
+):
     """Run the grouped matmuls of one layer with ``counts`` tokens per expert; return the output."""
     import torch
 
@@ -37,7 +39,12 @@ def layer_pass(counts, *, hidden=4, width=6, list_type=1, calls="gate_up_down", 
     group_list = torch.tensor(counts, dtype=torch.int64)
     if list_type == 0:
         group_list = group_list.cumsum(0)
-    options = dict(group_list=group_list, group_list_type=list_type, group_type=0, split_item=2)
+    options = {
+        "group_list": group_list,
+        "group_list_type": list_type,
+        "group_type": 0,
+        "split_item": 2,
+    }
     mid = npu.npu_grouped_matmul([x], [up], **options)[0]
     if calls == "gate_up_down":
         mid = mid * npu.npu_grouped_matmul([x], [up], **options)[0]
@@ -46,7 +53,9 @@ def layer_pass(counts, *, hidden=4, width=6, list_type=1, calls="gate_up_down", 
 
 def read(root, step, role, rank=0) -> LoadFile:
     step_dir = "step_none" if step is None else f"step_{step}"
-    return decode_load_file((Path(root) / step_dir / role / f"rank{rank}" / "group_list.json").read_bytes())
+    return decode_load_file(
+        (Path(root) / step_dir / role / f"rank{rank}" / "group_list.json").read_bytes()
+    )
 
 
 def counts_by_layer(load_file: LoadFile, phase="forward") -> list[list[int]]:
@@ -61,7 +70,9 @@ def every_load_file(root) -> list[LoadFile]:
     return [decode_load_file(p.read_bytes()) for p in sorted(Path(root).rglob("group_list*.json"))]
 
 
-def python(code: str, *, env=None, timeout=120, check=True, args=()) -> subprocess.CompletedProcess[str]:
+def python(
+    code: str, *, env=None, timeout=120, check=True, args=()
+) -> subprocess.CompletedProcess[str]:
     """Run ``code`` in a process of its own that can import these helpers."""
     import os
 

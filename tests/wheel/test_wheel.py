@@ -19,12 +19,17 @@ if "rl_insight_hooks" not in sys.modules:
     spec = importlib.util.find_spec("rl_insight_hooks")
     assert spec is not None, "the wheel is not installed here: run the nox session wheel"
     if REPO in Path(spec.origin).resolve().parents:
-        pytest.skip("the checkout is on the path, not the wheel: run the nox session wheel", allow_module_level=True)
+        pytest.skip(
+            "the checkout is on the path, not the wheel: run the nox session wheel",
+            allow_module_level=True,
+        )
 
 
 def python(code, cwd):
     env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=cwd, env=env)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=cwd, env=env
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
@@ -32,7 +37,10 @@ def python(code, cwd):
 def folders_of_the_tree():
     """Packages that the checkout has, by the one mapping of pyproject.toml."""
     found = set()
-    for top, name in ((REPO / "rl_insight_hooks", "rl_insight_hooks"), (REPO / "integrations", "rl_insight_hooks.integrations")):
+    for top, name in (
+        (REPO / "rl_insight_hooks", "rl_insight_hooks"),
+        (REPO / "integrations", "rl_insight_hooks.integrations"),
+    ):
         for init in top.rglob("__init__.py"):
             parts = init.parent.relative_to(top).parts
             found.add(".".join((name, *parts)))
@@ -41,7 +49,9 @@ def folders_of_the_tree():
 
 def test_every_package_of_the_tree_is_installed():
     for name in sorted(folders_of_the_tree()):
-        assert importlib.util.find_spec(name) is not None, f"{name} is missing: add it to tool.setuptools.packages"
+        assert importlib.util.find_spec(name) is not None, (
+            f"{name} is missing: add it to tool.setuptools.packages"
+        )
 
 
 def test_integrations_are_where_the_core_looks_for_them(tmp_path):
@@ -69,7 +79,10 @@ def test_py_typed_and_licence_are_there():
 
 def test_command_runs(tmp_path):
     done = subprocess.run(
-        [str(Path(sys.executable).parent / "rl-insight-report"), "--version"], capture_output=True, text=True, cwd=tmp_path
+        [str(Path(sys.executable).parent / "rl-insight-report"), "--version"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
     )
     assert done.returncode == 0
     assert done.stdout.startswith("rl-insight-hooks ")
@@ -81,4 +94,9 @@ def test_sdist_builds_the_same(tmp_path):
         pytest.skip("no sdist was built: run the nox session wheel")
     with tarfile.open(sdists[-1]) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    assert {"integrations/torch_npu.py", "rl_insight_hooks/api.py", "LICENSE", "pyproject.toml"} <= names
+    assert {
+        "integrations/torch_npu.py",
+        "rl_insight_hooks/api.py",
+        "LICENSE",
+        "pyproject.toml",
+    } <= names

@@ -10,21 +10,34 @@ import typer
 
 def doctor(
     estimate: Annotated[
-        bool, typer.Option("--estimate", help="Say what a run will cost in files and bytes, and stop.")
+        bool,
+        typer.Option("--estimate", help="Say what a run will cost in files and bytes, and stop."),
     ] = False,
     layers: Annotated[int, typer.Option("--layers", help="Of --estimate: MoE layers.", min=1)] = 58,
     experts: Annotated[
         int, typer.Option("--experts", help="Of --estimate: experts that a rank sees.", min=1)
     ] = 256,
-    ranks: Annotated[int, typer.Option("--ranks", help="Of --estimate: ranks that write.", min=1)] = 8,
-    steps: Annotated[int, typer.Option("--steps", help="Of --estimate: steps recorded.", min=1)] = 1000,
+    ranks: Annotated[
+        int, typer.Option("--ranks", help="Of --estimate: ranks that write.", min=1)
+    ] = 8,
+    steps: Annotated[
+        int, typer.Option("--steps", help="Of --estimate: steps recorded.", min=1)
+    ] = 1000,
     roles: Annotated[int, typer.Option("--roles", help="Of --estimate: roles.", min=1)] = 3,
-    phases: Annotated[int, typer.Option("--phases", help="Of --estimate: phases written.", min=1)] = 1,
+    phases: Annotated[
+        int, typer.Option("--phases", help="Of --estimate: phases written.", min=1)
+    ] = 1,
     pack_every: Annotated[
-        int, typer.Option("--pack-every", help="Of --estimate: pack every so many steps; 0: never.", min=0)
+        int,
+        typer.Option(
+            "--pack-every", help="Of --estimate: pack every so many steps; 0: never.", min=0
+        ),
     ] = 0,
     do_import: Annotated[
-        bool, typer.Option("--import/--no-import", help="Import what is installed, to see what would be hooked.")
+        bool,
+        typer.Option(
+            "--import/--no-import", help="Import what is installed, to see what would be hooked."
+        ),
     ] = True,
     json: Annotated[bool, typer.Option("--json", help="The findings as JSON on stdout.")] = False,
 ) -> None:

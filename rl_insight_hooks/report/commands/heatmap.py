@@ -11,29 +11,39 @@ import typer
 
 def heatmap(
     data: Annotated[
-        list[Path], typer.Argument(help="Files or folders; formats are recognised.", metavar="DATA...")
+        list[Path],
+        typer.Argument(help="Files or folders; formats are recognised.", metavar="DATA..."),
     ],
     output: Annotated[
         Path,
-        typer.Option("--output", "-o", help="f.png, f.svg, f.pdf, or a folder for gmm_heatmap.png."),
+        typer.Option(
+            "--output", "-o", help="f.png, f.svg, f.pdf, or a folder for gmm_heatmap.png."
+        ),
     ] = Path("gmm_heatmap.png"),
     step: Annotated[str | None, typer.Option("--step", help="Steps: 1,3-7.")] = None,
     role: Annotated[str | None, typer.Option("--role", help="Roles: a,b.")] = None,
     rank: Annotated[
         str | None,
-        typer.Option("--rank", help="0,1 or all: a block for each rank; without it ranks are merged."),
+        typer.Option(
+            "--rank", help="0,1 or all: a block for each rank; without it ranks are merged."
+        ),
     ] = None,
     layer: Annotated[str | None, typer.Option("--layer", help="Layers: 0,3-7.")] = None,
     phase: Annotated[
-        str | None, typer.Option("--phase", help="Phases; default: forward (what speaks for a role).")
+        str | None,
+        typer.Option("--phase", help="Phases; default: forward (what speaks for a role)."),
     ] = None,
-    view: Annotated[str, typer.Option("--view", help="layers, ranks, steps or experts.")] = "layers",
+    view: Annotated[
+        str, typer.Option("--view", help="layers, ranks, steps or experts.")
+    ] = "layers",
     normalize: Annotated[str, typer.Option("--normalize", help="none, row or layer.")] = "none",
     sort: Annotated[str, typer.Option("--sort", help="Columns by expert, or by load.")] = "expert",
     log: Annotated[bool, typer.Option("--log", help="Logarithmic colours.")] = False,
     cmap: Annotated[str, typer.Option("--cmap", help="A colour map of matplotlib.")] = "viridis",
     dpi: Annotated[int, typer.Option("--dpi", help="Dots per inch of a PNG.")] = 200,
-    title: Annotated[str | None, typer.Option("--title", help="Title; default: what is shown.")] = None,
+    title: Annotated[
+        str | None, typer.Option("--title", help="Title; default: what is shown.")
+    ] = None,
     hottest: Annotated[int, typer.Option("--hottest", help="Cells to name.", min=0, max=20)] = 5,
     aggregate: Annotated[
         str, typer.Option("--aggregate", help="Over merged ranks: auto, sum, max or one-rank.")
@@ -83,7 +93,9 @@ def heatmap(
         )
     if phase is None:
         table = heatmap_data.headline_only(table)
-    picture = heatmap_data.build(table, view=view, normalize=normalize, sort=sort, num_hottest=hottest)
+    picture = heatmap_data.build(
+        table, view=view, normalize=normalize, sort=sort, num_hottest=hottest
+    )
 
     from rl_insight_hooks.report.heatmap import Style, draw
 
@@ -95,7 +107,10 @@ def heatmap(
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
     if json:
-        hot = [{"label": h.label, "tokens": h.tokens, "over_mean": h.over_mean} for h in picture.hottest]
+        hot = [
+            {"label": h.label, "tokens": h.tokens, "over_mean": h.over_mean}
+            for h in picture.hottest
+        ]
         write_json_line({"files": [str(f) for f in files], "hottest": hot, "notes": notes})
     else:
         for file in files:

@@ -11,7 +11,8 @@ import typer
 
 def summary(
     data: Annotated[
-        list[Path], typer.Argument(help="Files or folders; formats are recognised.", metavar="DATA...")
+        list[Path],
+        typer.Argument(help="Files or folders; formats are recognised.", metavar="DATA..."),
     ],
     step: Annotated[str | None, typer.Option("--step", help="Steps: 1,3-7.")] = None,
     role: Annotated[str | None, typer.Option("--role", help="Roles: a,b.")] = None,
@@ -19,14 +20,17 @@ def summary(
     layer: Annotated[str | None, typer.Option("--layer", help="Layers: 0,3-7.")] = None,
     phase: Annotated[str | None, typer.Option("--phase", help="Phases: forward,...")] = None,
     ep_size: Annotated[
-        int | None, typer.Option("--ep-size", "--num-npus", help="Devices: judge them too, experts in a row.")
+        int | None,
+        typer.Option("--ep-size", "--num-npus", help="Devices: judge them too, experts in a row."),
     ] = None,
     placement: Annotated[
         Path | None, typer.Option("--map", help="An expert map: judge the devices under it.")
     ] = None,
     fail_above: Annotated[
         list[str] | None,
-        typer.Option("--fail-above", help="metric=limit, e.g. max_over_mean=1.5: exit 3 beyond it."),
+        typer.Option(
+            "--fail-above", help="metric=limit, e.g. max_over_mean=1.5: exit 3 beyond it."
+        ),
     ] = None,
     layers_shown: Annotated[
         int, typer.Option("--layers-shown", help="Layers printed a role; 0: all.", min=0)

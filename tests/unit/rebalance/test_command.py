@@ -37,7 +37,11 @@ def _group():
 
 def call(*args):
     """Run the command; return its result and the error it ended with."""
-    result = CliRunner().invoke(app, ["rebalance", *map(str, args)])
+    try:
+        runner = CliRunner(mix_stderr=False)  # click before 8.2 needs to be told
+    except TypeError:
+        runner = CliRunner()
+    result = runner.invoke(app, ["rebalance", *map(str, args)])
     error = result.exception
     if error is not None and not isinstance(error, RlInsightError | SystemExit):
         raise error

@@ -26,7 +26,9 @@ def test_mindspeed_rl_keys(block, prefix):
     config = load_config({block: {f"{prefix}token_collects": True}})
     assert config.enable
     assert config.path == "json_file"
-    given = load_config({block: {f"{prefix}token_collects": True, f"{prefix}token_save_path": "loads"}})
+    given = load_config(
+        {block: {f"{prefix}token_collects": True, f"{prefix}token_save_path": "loads"}}
+    )
     assert given.path == "loads"
     assert not load_config({block: {f"{prefix}token_collects": False}}).enable
 
@@ -44,14 +46,18 @@ def test_own_block_wins_over_mindspeed_rl_keys():
 
 def test_yaml_file_and_dictconfig(tmp_path):
     path = tmp_path / "c.yaml"
-    path.write_text("rl_insight_hooks: {enable: true, path: out, steps: 1-3}\nother: ${nowhere:x}\n")
+    path.write_text(
+        "rl_insight_hooks: {enable: true, path: out, steps: 1-3}\nother: ${nowhere:x}\n"
+    )
     assert load_config(path).steps == "1-3"
     config = load_config(OmegaConf.load(path))
     assert (config.enable, config.path) == (True, "out")
 
 
 def test_unknown_key_names_the_key_and_the_nearest():
-    with pytest.raises(ConfigError, match=r"rl_insight_hooks\.flush_intervall.*did you mean .*flush_interval"):
+    with pytest.raises(
+        ConfigError, match=r"rl_insight_hooks\.flush_intervall.*did you mean .*flush_interval"
+    ):
         load_config({"rl_insight_hooks": {"flush_intervall": 3}})
     with pytest.raises(ConfigError, match="rolse"):
         changed(Config(), {"rolse": ["a"]})

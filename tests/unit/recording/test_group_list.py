@@ -39,7 +39,9 @@ def test_sum_of_cumulative_lists_is_the_cumulative_list_of_sums(rows):
     width = min(len(r) for r in rows)
     rows = [r[:width] for r in rows]
     total = np.sum([running_total(r) for r in rows], axis=0)
-    assert counts_from_cumulative(total).tolist() == [sum(column) for column in zip(*rows, strict=True)]
+    assert counts_from_cumulative(total).tolist() == [
+        sum(column) for column in zip(*rows, strict=True)
+    ]
 
 
 def test_pairs_add_up_and_unused_rows_may_name_any_expert():

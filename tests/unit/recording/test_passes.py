@@ -24,7 +24,11 @@ def weight(k, n):
 
 def gate_up_down(group_list, hidden=H, width=FF, rows=T):
     x, mid = torch.empty(rows, hidden), torch.empty(rows, width)
-    lists = [group_list] * 3 if group_list is not None else [torch.ones(E), torch.ones(E), torch.ones(E)]
+    lists = (
+        [group_list] * 3
+        if group_list is not None
+        else [torch.ones(E), torch.ones(E), torch.ones(E)]
+    )
     return [
         (lists[0], x, weight(hidden, width), True),
         (lists[1], x, weight(hidden, width), False),
@@ -46,7 +50,9 @@ def down_only(group_list):
 
 
 @pytest.mark.parametrize("hidden", [H, FF], ids=["H!=F", "H==F"])
-@pytest.mark.parametrize("shared", [True, False], ids=["one list object a layer", "new object a call"])
+@pytest.mark.parametrize(
+    "shared", [True, False], ids=["one list object a layer", "new object a call"]
+)
 @pytest.mark.parametrize("shape", ["gate_up_down", "fused", "down_only"])
 def test_layers_in_a_row(shape, shared, hidden):
     calls = []

@@ -23,7 +23,10 @@ def test_one_region_one_file(rih, npu, tmp_path):
     load = read(tmp_path, 3, "actor_update")
     assert counts_by_layer(load) == [A, B]
     assert (load.step, load.role, load.rank, load.world_size) == (3, "actor_update", 0, 1)
-    assert [(r.num_calls, r.num_passes, r.num_assignments) for r in load.records] == [(3, 1, 10), (3, 1, 5)]
+    assert [(r.num_calls, r.num_passes, r.num_assignments) for r in load.records] == [
+        (3, 1, 10),
+        (3, 1, 5),
+    ]
     assert load.failed == {}
     assert load.notes == []
     assert collects(tmp_path) == {
@@ -150,7 +153,10 @@ def test_async_function_and_async_generator(rih, npu, tmp_path):
 
 
 def test_regions_that_end_in_the_wrong_order(rih, npu, tmp_path):
-    first, second = rih.record(tmp_path, step=1, role="first"), rih.record(tmp_path, step=1, role="second")
+    first, second = (
+        rih.record(tmp_path, step=1, role="first"),
+        rih.record(tmp_path, step=1, role="second"),
+    )
     first.__enter__()
     layer_pass(A)
     second.__enter__()
@@ -183,9 +189,14 @@ def test_rerun_of_a_step_replaces_its_file(rih, npu, tmp_path):
 
 
 def test_rerun_after_an_error_replaces_the_partial_counts(rih, npu, tmp_path):
-    with pytest.raises(RuntimeError, match="out of memory"), rih.record(tmp_path, step=1, role="r"):
+
+    @rih.record(tmp_path, step=1, role="r")
+    def fails():
         layer_pass(A)
         raise RuntimeError("out of memory")
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        fails()
     rih.flush()
     assert any("RuntimeError" in note for note in read(tmp_path, 1, "r").notes)
     with rih.record(tmp_path, step=1, role="r"):
@@ -206,8 +217,12 @@ def test_role_without_steps(rih, npu, tmp_path):
 
 
 def test_ambient_region_follows_set_step(rih, npu, tmp_path):
-    assert rih.enable({"rl_insight_hooks": {"enable": True, "path": str(tmp_path), "role": "train"}})
-    assert rih.enable({"rl_insight_hooks": {"enable": True, "path": str(tmp_path), "role": "train"}})
+    assert rih.enable(
+        {"rl_insight_hooks": {"enable": True, "path": str(tmp_path), "role": "train"}}
+    )
+    assert rih.enable(
+        {"rl_insight_hooks": {"enable": True, "path": str(tmp_path), "role": "train"}}
+    )
     rih.set_step(1)
     layer_pass(A)
     rih.set_step(2)
