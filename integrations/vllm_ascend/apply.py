@@ -170,25 +170,41 @@ class MoeSeam:
         )
         if not rows.known:
             self._stamp_unknown(forward.comm, ids.shape[0])
-        valid = reader.get("mc2_mask", args, kwargs)
-        if valid is None:
-            valid = getattr(reader.get("layer", args, kwargs), "ascend_mc2_mask", None)
-        if valid is None:
-            valid = forward.get("mc2_mask")
-        if valid is not None and valid.shape[0] != ids.shape[0]:
-            if forward.comm is not None and "MC2" in forward.comm.upper():
-                self.recorder.stamps["mask"] = (
-                    "an MC2 mask did not fit the ids and was left aside: padding rows may be counted"
-                )
-            valid = None
+        valid = self._mask(reader, args, kwargs, forward, ids.shape[0], groups)
         if rows.stop - rows.start != ids.shape[0]:
             ids = ids[rows.start : rows.stop]
             valid = None if valid is None else valid[rows.start : rows.stop]
         if valid is None and rows.first_token is not None and not known.draft:
-            valid = steps.real_rows(rows.first_token, ids.shape[0], ids.device, capturing)
+            valid = self.steps.real_rows(rows.first_token, ids.shape[0], ids.device, capturing)
         if not ids.is_contiguous():
             ids = ids.contiguous()
         return ids, valid
+
+    def _mask(
+        self,
+        reader: _Reader,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        forward: ForwardContext,
+        num_rows: int,
+        groups: context.Groups,
+    ) -> Any:
+        """Return the MC2 mask [num_rows] of the call, from wherever its version puts it, or None."""
+        mask = reader.get("mc2_mask", args, kwargs)
+        if mask is None:
+            mask = getattr(reader.get("layer", args, kwargs), "ascend_mc2_mask", None)
+        if mask is None and layout.is_masked(forward.comm):
+            mask = forward.get("mc2_mask")
+        if mask is None or mask.shape[0] == num_rows:
+            return mask
+        if (
+            mask.shape[0] == num_rows * groups.tp_size
+        ):  # not split over the tensor-parallel ranks yet
+            return mask[groups.tp_rank * num_rows : (groups.tp_rank + 1) * num_rows]
+        self.recorder.stamps["mask"] = (
+            "an MC2 mask did not fit the ids and was left aside: padding rows may be counted"
+        )
+        return None
 
     def _meet(
         self,

@@ -17,6 +17,11 @@ _MASKED = {"MC2", "FUSED_MC2", "MC2_PREFILL"}
 _EXCHANGED = {"ALLTOALL", "ALL2ALL", "ALL2ALLSEQ"}
 
 
+def is_masked(comm: str | None) -> bool:
+    """Return True for a communication method whose padding rows a mask tells."""
+    return comm is not None and comm.upper() in _MASKED
+
+
 @dataclass(frozen=True, slots=True)
 class Rows:
     """Own rows [start, stop) of a call.
