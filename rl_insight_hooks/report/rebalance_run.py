@@ -201,7 +201,7 @@ def _plan(request: Request, data: PlanData, format: str | None) -> None:
         encoded = formats.encode(placement, format, num_hidden_layers=request.num_hidden_layers)
     written = _write(request, placement, result, moves, encoded)
     for warning in warnings:
-        print(f"warning: {warning}", file=sys.stderr)
+        print(f"warning: {warning}", file=sys.stderr, flush=True)
     if request.json:
         write_json_line(
             _result_dict(request, data, placement, result, moves, evaluations, warnings, written)
