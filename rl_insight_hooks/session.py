@@ -250,6 +250,8 @@ class Session:
             result.dropped, recorder.dropped = recorder.dropped, {}
             result.masked, recorder.masked = recorder.masked, {}
             result.stamps = dict(recorder.stamps)
+            if region.config.ranks is not None:
+                result.stamps["ranks"] = region.config.ranks  # the others are not missing
             self.writer.submit(result)
         region.pending, region.call_log = [], []
         region.num_events = 0

@@ -33,8 +33,10 @@ from rl_insight_hooks.atomic import sweep_temp_files, write_atomic
 from rl_insight_hooks.config import Config
 from rl_insight_hooks.counters import FORM_CUMULATIVE, PendingReading, Slot, SlotReading
 from rl_insight_hooks.group_list import counts_from_cumulative
+from rl_insight_hooks.errors import DataError
+from rl_insight_hooks.packfile import Packer
 from rl_insight_hooks.paths import collects_path, kept_collects_path, load_file_path
-from rl_insight_hooks.schema import decode_load_file, encode_load_file
+from rl_insight_hooks.schema import LOAD_FILE_NAME, decode_load_file, encode_load_file
 from rl_insight_hooks.topology import Place, first_local_expert
 
 _log = logging.getLogger(__name__)
@@ -94,6 +96,7 @@ class Writer:
         self._numbers: dict[str, LayerNumbers] = {}
         self._collects: dict[str, Collects] = {}
         self._owned: set[Path] = set()
+        self._packers: dict[int, Packer] = {}
         self._unwritten: OrderedDict[Path, bytes] = OrderedDict()
         self._summaries: dict[str, tuple[int | None, dict[str, float]]] = {}
         self._swept: set[str] = set()
@@ -184,7 +187,9 @@ class Writer:
         )
         if result.facts is not None:
             load_file.notes = selfcheck.notes(load_file, result.facts) + load_file.notes
-        self._write(self._load_path(result), encode_load_file(load_file))
+        target = self._load_path(result)
+        if self._write(target, encode_load_file(load_file)):
+            self._pack(result, target)
         self._summaries[result.role] = (load_file.step, loadstats.summary(load_file))
 
     def _gather(self, result: RegionResult, readings: list[SlotReading]) -> RoleStep:
@@ -281,12 +286,25 @@ class Writer:
         )
         return conflict
 
-    def _write(self, target: Path, data: bytes) -> None:
+    def _pack(self, result: RegionResult, written: Path) -> None:
+        """Fold finished steps of the role, with ``pack_every``; what cannot be packed stays JSON."""
+        every = result.config.pack_every
+        if not every or not result.ended or written.name != LOAD_FILE_NAME:
+            return
+        packer = self._packers.setdefault(every, Packer(every))
+        try:
+            packer.wrote(result.path, result.role, result.place.rank, result.step)
+        except (OSError, DataError) as error:
+            self._name_once(f"cannot pack steps of {result.role} in {result.path}: {error}; they stay JSON")
+
+    def _write(self, target: Path, data: bytes) -> bool:
+        """Write ``data`` now, or keep it for another try and return False."""
         self._retry_unwritten()
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
             write_atomic(target, data)
             self._unwritten.pop(target, None)
+            return True
         except OSError as error:
             self._name_once(
                 f"cannot write below {target.parent}: {error.strerror or error}; will try again"
@@ -296,6 +314,7 @@ class Writer:
             while len(self._unwritten) > MAX_UNWRITTEN_FILES:
                 self._unwritten.popitem(last=False)
                 self._lose("file lost: it could not be written (see the log)")
+            return False
 
     def _retry_unwritten(self) -> None:
         for target, data in list(self._unwritten.items()):
