@@ -54,12 +54,17 @@ def refresh(ctx: Context) -> None:
     runner.install(ctx.patcher, seam.steps)
     looked_at = _looked_at.setdefault(ctx.session, set())
     for name in set(sys.modules) - looked_at:
+        if not name.startswith((*_PREFIXES, _UPSTREAM_ROUTERS)):
+            looked_at.add(name)
+            continue
         module = sys.modules.get(name)
-        if getattr(getattr(module, "__spec__", None), "_initializing", False):
-            continue  # half imported: its classes may be missing yet
-        looked_at.add(name)
-        if isinstance(module, ModuleType) and name.startswith((*_PREFIXES, _UPSTREAM_ROUTERS)):
-            _hook_module(ctx, seam, module)
+        if not isinstance(module, ModuleType):
+            continue
+        # half imported: what is there is hooked, and the next look finds the rest.
+        # vars, not getattr: a lazy module's own __getattr__ would import things
+        if not getattr(vars(module).get("__spec__"), "_initializing", False):
+            looked_at.add(name)
+        _hook_module(ctx, seam, module)
 
 
 def uninstall(ctx: Context) -> None:

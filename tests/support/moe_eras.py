@@ -11,8 +11,11 @@ from __future__ import annotations
 
 import sys
 import types
+from collections import Counter
 
+import pytest
 import torch
+from tiny_run import read as read_file
 
 
 class World:
@@ -273,3 +276,62 @@ def mindspeed_rl(world):
     fused = sys.modules["vllm_ascend.ops.fused_moe"]
     fused.AscendUnquantizedFusedMoEMethod = adapter.AscendUnquantizedFusedMoEMethod
     return adapter
+
+
+NAME = "model.layers.3.mlp.experts"
+
+
+def truth(scenario, version, verdict="exact", seam="AscendUnquantizedFusedMoEMethod.apply"):
+    return pytest.mark.truth(scenario=scenario, seam=seam, version=version, verdict=verdict)
+
+
+def layer_object(**attributes):
+    layer = torch.nn.Module()
+    layer.layer_name, layer.moe_instance_id = NAME, 0
+    for key, value in attributes.items():
+        setattr(layer, key, value)
+    return layer
+
+
+def logits(num_rows, num_experts=8, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(num_rows, num_experts, generator=generator)
+
+
+def counted(given, rows=None, num_experts=8, top_k=2):
+    """Tokens per expert of the top-k of each row, by a loop."""
+    seen = Counter()
+    table = given.tolist()
+    for row in range(len(table)) if rows is None else rows:
+        seen.update(sorted(range(num_experts), key=lambda e: -table[row][e])[:top_k])
+    return [seen.get(e, 0) for e in range(num_experts)]
+
+
+def add(*many):
+    return [sum(each) for each in zip(*many, strict=True)]
+
+
+def read(tmp_path, step, role):
+    from rl_insight_hooks.session import get_session
+
+    assert get_session().writer.flush(30)
+    return read_file(tmp_path, step, role)
+
+
+def only_record(tmp_path):
+    load_file = read(tmp_path, 1, "rollout")
+    assert len(load_file.records) == 1, [r.seam for r in load_file.records]
+    assert load_file.failed == {}
+    return load_file, load_file.records[0]
+
+
+def by_order_b(method, layer, given, **kwargs):
+    """Call an apply of order B: (layer, x, router_logits, top_k, renormalize, ...)."""
+    kwargs = {"global_num_experts": given.shape[1]} | kwargs
+    return method.apply(layer, torch.ones(len(given), 4), given, 2, False, **kwargs)
+
+
+def by_order_a(method, layer, given, **kwargs):
+    """Call an apply of order A: (layer, x, use_grouped_topk, top_k, router_logits, renormalize, ...)."""
+    kwargs = {"global_num_experts": given.shape[1]} | kwargs
+    return method.apply(layer, torch.ones(len(given), 4), False, 2, given, False, **kwargs)

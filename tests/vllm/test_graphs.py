@@ -85,3 +85,30 @@ def test_the_graph_counts_on_after_a_drain(
             assert session.flush(30)  # what a worker does before its engine sleeps
     _, records = recorded()
     assert records[NAME].counts == layer.expected()
+
+
+@truth("rollout: graph traced after the profile run, without a warm-up")
+def test_rows_are_there_after_the_profile_run(
+    runner, hooked, session, forward, moe, tmp_path, recorded
+):
+    layer = moe()
+    engine = runner(None)
+
+    def call(logits):
+        return layer.apply(4, 0, count=False, router_logits=logits).routed_out
+
+    engine.forward = lambda _: call(layer.logits(4, 0))
+    forward.in_profile_run = True
+    engine.profile_run()  # before any region
+    forward.in_profile_run = False
+    assert len(session.recorder.pool.slots) == 1
+    engine.forward = lambda _: traced(call, layer.logits(4, 0))
+    graph = engine._dummy_run(4)
+    assert len(session.recorder.pool.slots) == 1
+    with hooked.record(str(tmp_path), step=1, role="rollout"):
+        logits = layer.logits(4, 1)
+        engine.forward = lambda _: graph(logits)
+        engine.execute_model(types.SimpleNamespace(total_num_scheduled_tokens=3))
+        layer.truth.update(e for row in layer.selected(logits)[:3] for e in row)
+    _, records = recorded()
+    assert records[NAME].counts == layer.expected()

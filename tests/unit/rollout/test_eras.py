@@ -7,76 +7,28 @@ loop over the rows of the router's logits.
 
 from __future__ import annotations
 
-from collections import Counter
 from types import SimpleNamespace
 
 import moe_eras
 import pytest
 import torch
-from tiny_run import read as read_file
-
-NAME = "model.layers.3.mlp.experts"
-
-
-def truth(scenario, version, verdict="exact", seam="AscendUnquantizedFusedMoEMethod.apply"):
-    return pytest.mark.truth(scenario=scenario, seam=seam, version=version, verdict=verdict)
+from moe_eras import (
+    NAME,
+    add,
+    by_order_a,
+    by_order_b,
+    counted,
+    layer_object,
+    logits,
+    only_record,
+    read,
+    truth,
+)
 
 
 @pytest.fixture
 def world(monkeypatch):
     return moe_eras.World(monkeypatch)
-
-
-def layer_object(**attributes):
-    layer = torch.nn.Module()
-    layer.layer_name, layer.moe_instance_id = NAME, 0
-    for key, value in attributes.items():
-        setattr(layer, key, value)
-    return layer
-
-
-def logits(num_rows, num_experts=8, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(num_rows, num_experts, generator=generator)
-
-
-def counted(given, rows=None, num_experts=8, top_k=2):
-    """Tokens per expert of the top-k of each row, by a loop."""
-    seen = Counter()
-    table = given.tolist()
-    for row in range(len(table)) if rows is None else rows:
-        seen.update(sorted(range(num_experts), key=lambda e: -table[row][e])[:top_k])
-    return [seen.get(e, 0) for e in range(num_experts)]
-
-
-def add(*many):
-    return [sum(each) for each in zip(*many, strict=True)]
-
-
-def read(tmp_path, step, role):
-    from rl_insight_hooks.session import get_session
-
-    assert get_session().writer.flush(30)
-    return read_file(tmp_path, step, role)
-
-
-def only_record(tmp_path):
-    load_file = read(tmp_path, 1, "rollout")
-    assert len(load_file.records) == 1, [r.seam for r in load_file.records]
-    assert load_file.failed == {}
-    return load_file, load_file.records[0]
-
-
-def by_order_b(method, layer, given, **kwargs):
-    """Call an apply of order B: (layer, x, router_logits, top_k, renormalize, ...)."""
-    kwargs = {"global_num_experts": given.shape[1]} | kwargs
-    return method.apply(layer, torch.ones(len(given), 4), given, 2, False, **kwargs)
-
-
-def by_order_a(method, layer, given, **kwargs):
-    """Call an apply of order A: (layer, x, use_grouped_topk, top_k, router_logits, renormalize, ...)."""
-    kwargs = {"global_num_experts": given.shape[1]} | kwargs
-    return method.apply(layer, torch.ones(len(given), 4), False, 2, given, False, **kwargs)
 
 
 @truth("rollout: layers, mask in kwargs, profile flag", "vllm-ascend 0.9.1 (class shapes)")
@@ -272,3 +224,36 @@ def test_a_method_whose_ids_nobody_saw_is_counted_as_lost(rih, world, tmp_path):
         by_order_a(unquantised(), layer_object(), logits(3))
     load_file = read(tmp_path, 1, "rollout")
     assert load_file.dropped == {"fused-MoE calls whose routed ids nobody saw": 1}
+
+
+def test_a_half_imported_module_is_looked_at_again(rih, session, world, tmp_path):
+    import sys
+
+    moe_eras.era_0_11(world)
+    module = sys.modules["vllm_ascend.ops.common_fused_moe"]
+    method = module.AscendUnquantizedFusedMoEMethod
+    del module.AscendUnquantizedFusedMoEMethod  # its class statement has not run yet
+    module.__spec__ = SimpleNamespace(_initializing=True)
+    rih.install(["vllm_ascend"])
+    module.AscendUnquantizedFusedMoEMethod = method
+    module.__spec__._initializing = False
+    given = logits(4)
+    with rih.record(str(tmp_path), step=1, role="rollout"):
+        by_order_a(method(), layer_object(), given)
+    assert only_record(tmp_path)[1].counts == counted(given)
+
+
+def test_no_lazy_import_is_set_off(rih, world, monkeypatch):
+    import sys
+    import types
+
+    class Lazy(types.ModuleType):
+        def __getattr__(self, name):
+            raise AssertionError(f"asked for {name}")
+
+    moe_eras.era_0_11(world)
+    for name in ("some_lazy_module", "vllm_ascend.lazy", "mindspeed_rl.lazy"):
+        module = Lazy(name)
+        del module.__spec__
+        monkeypatch.setitem(sys.modules, name, module)
+    rih.install(["vllm_ascend"])
