@@ -7,4 +7,4 @@ if [ $# -ne 3 ]; then
     echo "usage: $0 HOSTS_FILE REMOTE_FOLDER LOCAL_FOLDER" >&2
     exit 2
 fi
-rl-insight-report collect --hosts "$1" "$2" -o "$3"
+rl-insight-report collect --hosts "$1" --path "$2" -o "$3"

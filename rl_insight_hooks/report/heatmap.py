@@ -208,10 +208,9 @@ def _figure(picture: Heatmap, style: Style, top_value: float, part: str) -> Figu
     )
     tops = _row_tops(picture, lay.gap_rows)
     norm = _norm(picture, style, top_value)
-    colours = matplotlib.colormaps[style.cmap].copy()
-    colours.set_bad(_ABSENT_COLOUR)
-    if style.log:
-        colours.set_under(colours(0.0))
+    base = matplotlib.colormaps[style.cmap]
+    under = base(0.0) if style.log else None  # no token at all: the darkest colour, not white
+    colours = base.with_extremes(bad=_ABSENT_COLOUR, under=under)
     for block in picture.blocks:
         rows = slice(block.first_row, block.first_row + block.num_rows)
         y = tops[block.first_row]
