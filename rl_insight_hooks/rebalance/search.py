@@ -107,8 +107,9 @@ def _exchange(
     slot_QT = _by_weight(flat_XS, flat_each, heavy_Q, light_Q)
     size_QT = flat_each[slot_QT]
     half_Q = (load_X[heavy_Q] + load_X[light_Q]) * 0.5
-    off_QM = size_QT.astype(np.float32) @ keep_TM
-    off_QM -= half_Q[:, None].astype(np.float32)
+    # Single precision is enough to choose by; what is chosen is weighed in double.
+    off_QM = (size_QT / half_Q[:, None]).astype(np.float32) @ keep_TM
+    off_QM -= np.float32(1.0)
     np.abs(off_QM, out=off_QM)
     best_Q = off_QM.argmin(axis=1)
     order_QT = ways.order_MT[best_Q]
@@ -120,13 +121,13 @@ def _exchange(
     good = np.flatnonzero(good_Q & ~twins)
     if not len(good):
         return False
-    num_experts_times_row = flat_XS[heavy_Q[good], 0] - held_XS[heavy_Q[good], 0]
+    row_base = flat_XS[heavy_Q[good], 0] - held_XS[heavy_Q[good], 0]
     for device_Q, slots_QS, load_Q in (
         (heavy_Q, slot_QT[:, :num_slots], first_Q),
         (light_Q, slot_QT[:, num_slots:], second_Q),
     ):
         flat_XS[device_Q[good]] = slots_QS[good]
-        held_XS[device_Q[good]] = slots_QS[good] - num_experts_times_row[:, None]
+        held_XS[device_Q[good]] = slots_QS[good] - row_base[:, None]
         load_X[device_Q[good]] = load_Q[good]
     return True
 

@@ -66,8 +66,7 @@ def forecast_lines(result: Assessment) -> list[str]:
         ]
     return [
         f"forecast, held out (planned on {held.num_planned} steps, scored on the {held.num_scored} "
-        f"after them): "
-        f"{_words(held.held_out)}; without the plan: {_words(held.before)}",
+        f"after them): {_words(held.held_out)}; without the plan: {_words(held.before)}",
         f"fitted (that plan on its own {held.num_planned} steps): {_words(held.fitted)}; "
         f"loads of both parts differ by {held.total_variation_L.mean():.3f} (total variation, mean "
         f"over layers)",
@@ -82,8 +81,7 @@ def evaluation_line(name: str, before: Score, after: Score, distance: float) -> 
     """Return how the plan does on other data."""
     return (
         f"evaluated on {name}: {_words(after)}; without the plan: {_words(before)}; loads differ "
-        f"from those planned "
-        f"on by {distance:.3f} (total variation)"
+        f"from those planned on by {distance:.3f} (total variation)"
     )
 
 

@@ -52,7 +52,15 @@ def write_collects(folder, load_LE, num_ranks=2):
     return folder
 
 
-def write_steps(root, history_WLE, role="rollout", first_layer=3, first_step=1, id_space="logical"):
+def write_steps(
+    root,
+    history_WLE,
+    role="rollout",
+    first_layer=3,
+    first_step=1,
+    id_space="logical",
+    phases=("forward",),
+):
     """Write tokens [W, L, E] as our own step files, one rank; return the root."""
     from rl_insight_hooks.paths import load_file_path
     from rl_insight_hooks.schema import LoadFile, Parallel, Producer, Record, encode_load_file
@@ -63,7 +71,7 @@ def write_steps(root, history_WLE, role="rollout", first_layer=3, first_step=1, 
                 layer=first_layer + row,
                 layer_name=f"model.layers.{first_layer + row}.mlp.experts",
                 layer_source="module",
-                phase="forward",
+                phase=phase,
                 seam="test",
                 num_calls=1,
                 num_passes=1,
@@ -71,6 +79,7 @@ def write_steps(root, history_WLE, role="rollout", first_layer=3, first_step=1, 
                 counts=counts.tolist(),
             )
             for row, counts in enumerate(load_LE)
+            for phase in phases
         ]
         load_file = LoadFile(
             schema_version=1,

@@ -246,6 +246,14 @@ def test_layers_and_steps_that_are_missing_are_said(tmp_path):
         only_layers(data, (3,), 8)
 
 
+def test_only_forward_counts_are_planned_on(tmp_path):
+    windows = history(0, 2)
+    root = write_steps(tmp_path / "run", windows, phases=("forward", "recompute", "dx"))
+    data = plan_data(load(root, merge_ranks=True))
+    assert data.phase == "forward"
+    assert np.array_equal(data.history_WLE, windows)
+
+
 def test_physical_counts_are_refused(tmp_path):
     root = write_steps(tmp_path / "run", history(0), id_space="physical")
     with pytest.raises(DataError, match="logical"):

@@ -181,6 +181,13 @@ def test_huge_and_small_counts_of_the_same_shares_give_the_same_plan():
     assert np.array_equal(small, plan(load * 2**40, 40, 1, 1, 8).physical_to_logical)
 
 
+@pytest.mark.parametrize("factor", [1e-200, 1e200])
+def test_loads_far_beyond_single_precision(factor):
+    load = zipf_load(0, 3, 32)
+    placement = plan(load * factor, 40, 1, 1, 8)
+    assert max(plain_ratios(load, placement.physical_to_logical, 8)) < 1.01
+
+
 @pytest.mark.parametrize(
     ("load", "sizes", "words"),
     [
