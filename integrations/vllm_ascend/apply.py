@@ -8,6 +8,7 @@ each replay. Everything that a replay may have to switch is a device scalar (:mo
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -191,8 +192,10 @@ class MoeSeam:
     ) -> Any:
         """Return the MC2 mask [num_rows] of the call, from wherever its version puts it, or None."""
         mask = reader.get("mc2_mask", args, kwargs)
-        if mask is None:
-            mask = getattr(reader.get("layer", args, kwargs), "ascend_mc2_mask", None)
+        if (
+            mask is None
+        ):  # not getattr: a module without it would search parameters and buffers first
+            mask = vars(reader.get("layer", args, kwargs)).get("ascend_mc2_mask")
         if mask is None and layout.is_masked(forward.comm):
             mask = forward.get("mc2_mask")
         if mask is None or mask.shape[0] == num_rows:
@@ -270,7 +273,7 @@ class _Reader:
         """Return the seam's name; the same object for the same source, as the recorder compares it so."""
         seam = self._seams.get(source)
         if seam is None:
-            seam = self._seams[source] = f"{self._name}.apply ({source})"
+            seam = self._seams[source] = sys.intern(f"{self._name}.apply ({source})")
         return seam
 
 

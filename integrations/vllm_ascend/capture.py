@@ -54,18 +54,21 @@ class Aside:
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
-        self._call = Call()
+        self._call: Call | None = None
 
     def put(self, ids: Any, source: str) -> None:
         """Keep ``ids`` for the next apply; ids that no apply took are lost, and counted so."""
-        if self._call.source is not None:
+        if self._call is not None:
             self._recorder.drop("experts selected outside any hooked fused-MoE call")
         self._call = Call()
         self._call.see(ids, source)
 
     def take(self) -> Call:
         """Return what was put aside, or an empty call."""
-        call, self._call = self._call, Call()
+        call = self._call
+        if call is None:
+            return Call()
+        self._call = None
         return call
 
 

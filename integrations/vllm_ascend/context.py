@@ -17,20 +17,25 @@ _GROUPS = "vllm.distributed.parallel_state"
 class ForwardContext:
     """Attributes of the forward pass under way; None where nobody sets them."""
 
-    __slots__ = ("_context", "_extra")
+    __slots__ = ("_context", "_extra", "comm")
 
     def __init__(self) -> None:
         self._context = getattr(sys.modules.get(_FORWARD), "_forward_context", None)
         self._extra = (
             None if self._context is None else getattr(sys.modules.get(_EXTRA), "_EXTRA_CTX", None)
         )
+        kind = self.get("moe_comm_type")
+        if kind is None:
+            kind = self.get("fused_moe_state")
+        # name of MoECommType, or of FusedMoEState in 0.9.1
+        self.comm: str | None = None if kind is None else str(getattr(kind, "name", kind)).upper()
 
     def get(self, name: str) -> Any:
         """Return attribute ``name`` or None."""
         if self._context is None:
             return None
         value = getattr(self._context, name, None)
-        if value is None and self._extra is not None:
+        if value is None and self._extra is not None and not hasattr(self._context, name):
             try:
                 value = getattr(self._extra, name, None)
             except (AssertionError, KeyError):  # not one of its names, or not set in this pass
@@ -38,18 +43,13 @@ class ForwardContext:
         return value
 
     @property
-    def comm(self) -> str | None:
-        """Name of the communication method: MoECommType, or FusedMoEState of 0.9.1."""
-        kind = self.get("moe_comm_type")
-        if kind is None:
-            kind = self.get("fused_moe_state")
-        return None if kind is None else str(getattr(kind, "name", kind))
-
-    @property
-    def num_tokens_of_dp(self) -> list[int] | None:
+    def num_tokens_of_dp(self) -> tuple[int, ...] | None:
         """Tokens of every data-parallel rank; the tensor is on the CPU already."""
-        tokens = getattr(self.get("dp_metadata"), "num_tokens_across_dp_cpu", None)
-        return None if tokens is None else tokens.tolist()
+        metadata = self.get("dp_metadata")
+        if metadata is None:
+            return None
+        tokens = getattr(metadata, "num_tokens_across_dp_cpu", None)
+        return None if tokens is None else tuple(tokens.tolist())
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,11 +67,20 @@ class Groups:
     pcp_size: int = 1
 
 
+_last: tuple[Any, Any, Groups] | None = None  # the TP and DP groups, and what was read beside them
+
+
 def groups() -> Groups:
     """Return the groups of this process now."""
+    global _last
     state = sys.modules.get(_GROUPS)
+    tp_group, dp_group = getattr(state, "_TP", None), getattr(state, "_DP", None)
+    if _last is not None and _last[0] is tp_group and _last[1] is dp_group:
+        return _last[2]
     tp, dp, pp, ep = (_place(state, name) for name in ("_TP", "_DP", "_PP", "_EP"))
-    return Groups(*tp, *dp, *pp, *ep, pcp_size=_place(state, "_PCP")[1])
+    found = Groups(*tp, *dp, *pp, *ep, pcp_size=_place(state, "_PCP")[1])
+    _last = (tp_group, dp_group, found)
+    return found
 
 
 def _place(state: Any, name: str) -> tuple[int, int]:

@@ -8,8 +8,8 @@ blocks follows facts of vllm-ascend's prepare step: shards padded to the largest
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import functools
+from typing import NamedTuple
 
 # Names of MoECommType (0.11 and later) and FusedMoEState (0.9.1), upper case.
 _GATHERED = {"ALLGATHER", "NAIVE_MULTICAST", "ALLGATHEREP", "NAIVEMULTICAST"}
@@ -19,11 +19,10 @@ _EXCHANGED = {"ALLTOALL", "ALL2ALL", "ALL2ALLSEQ"}
 
 def is_masked(comm: str | None) -> bool:
     """Return True for a communication method whose padding rows a mask tells."""
-    return comm is not None and comm.upper() in _MASKED
+    return comm in _MASKED
 
 
-@dataclass(frozen=True, slots=True)
-class Rows:
+class Rows(NamedTuple):
     """Own rows [start, stop) of a call.
 
     ``first_token`` is the place of row ``start`` among this data-parallel rank's tokens of the step, None
@@ -36,12 +35,13 @@ class Rows:
     known: bool = True
 
 
+@functools.lru_cache(maxsize=4096)
 def own_rows(
     num_rows: int,
     comm: str | None,
     *,
     num_tokens: int | None = None,
-    num_tokens_of_dp: Sequence[int] | None = None,
+    num_tokens_of_dp: tuple[int, ...] | None = None,
     dp_rank: int = 0,
     tp_rank: int = 0,
     tp_size: int = 1,
@@ -51,7 +51,7 @@ def own_rows(
 
     Args:
         num_rows: rows of the routed ids.
-        comm: name of the communication method, None where there is none.
+        comm: name of the communication method, upper case; None where there is none.
         num_tokens: tokens of this rank's forward pass (padded in graph mode), None where not known.
         num_tokens_of_dp: the same of every data-parallel rank; None without data parallelism.
         dp_rank: place among them.
@@ -59,13 +59,12 @@ def own_rows(
         tp_size: its size.
         pcp_size: size of the prefill-context-parallel group, which gathers once more.
     """
-    kind = None if comm is None else comm.upper()
     everything = Rows(0, num_rows)
-    if kind in _MASKED:
+    if comm in _MASKED:
         return everything
-    if kind in _EXCHANGED:
+    if comm in _EXCHANGED:
         return Rows(0, num_rows, _first_of_shard(num_rows, num_tokens, tp_rank, tp_size))
-    if kind is not None and kind not in _GATHERED:
+    if comm is not None and comm not in _GATHERED:
         return Rows(0, num_rows, known=False)
     if pcp_size > 1:
         return Rows(0, num_rows, known=False)

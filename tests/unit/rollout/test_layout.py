@@ -28,7 +28,7 @@ def test_gathered_rows_are_parted_among_the_ranks(tokens, tp_size, padded):
                 len(layout),
                 "ALLGATHER",
                 num_tokens=tokens[dp_rank],
-                num_tokens_of_dp=tokens,
+                num_tokens_of_dp=tuple(tokens),
                 dp_rank=dp_rank,
                 tp_rank=tp_rank,
                 tp_size=tp_size,
@@ -73,7 +73,7 @@ def test_a_micro_batch_has_no_first_token():
     "case",
     [
         {"comm": "ALLGATHER", "pcp_size": 2},
-        {"comm": "ALLGATHER", "num_tokens_of_dp": [30, 40]},
+        {"comm": "ALLGATHER", "num_tokens_of_dp": (30, 40)},
         {"comm": "SOMETHING_NEW"},
     ],
     ids=["prefill context parallel", "rows that fit nothing", "a new method"],
@@ -83,4 +83,4 @@ def test_what_is_not_understood_is_counted_whole_and_marked(case):
 
 
 def test_rows_split_before_the_gather():
-    assert own_rows(5, "ALLGATHER", num_tokens_of_dp=[9, 20], tp_rank=1, tp_size=2) == Rows(0, 5)
+    assert own_rows(5, "ALLGATHER", num_tokens_of_dp=(9, 20), tp_rank=1, tp_size=2) == Rows(0, 5)
