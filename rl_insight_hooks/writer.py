@@ -32,8 +32,8 @@ from rl_insight_hooks.accumulate import (
 from rl_insight_hooks.atomic import sweep_temp_files, write_atomic
 from rl_insight_hooks.config import Config
 from rl_insight_hooks.counters import FORM_CUMULATIVE, PendingReading, Slot, SlotReading
-from rl_insight_hooks.group_list import counts_from_cumulative
 from rl_insight_hooks.errors import DataError
+from rl_insight_hooks.group_list import counts_from_cumulative
 from rl_insight_hooks.packfile import Packer
 from rl_insight_hooks.paths import collects_path, kept_collects_path, load_file_path
 from rl_insight_hooks.schema import LOAD_FILE_NAME, decode_load_file, encode_load_file
@@ -295,7 +295,9 @@ class Writer:
         try:
             packer.wrote(result.path, result.role, result.place.rank, result.step)
         except (OSError, DataError) as error:
-            self._name_once(f"cannot pack steps of {result.role} in {result.path}: {error}; they stay JSON")
+            self._name_once(
+                f"cannot pack steps of {result.role} in {result.path}: {error}; they stay JSON"
+            )
 
     def _write(self, target: Path, data: bytes) -> bool:
         """Write ``data`` now, or keep it for another try and return False."""

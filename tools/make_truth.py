@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Make docs/truth.md from the ``@pytest.mark.truth`` marks of the tests, read by ast: nothing is imported.
 
-    python tools/make_truth.py           write the page
-    python tools/make_truth.py --check   exit 1 when the page is not what the marks say
+python tools/make_truth.py           write the page
+python tools/make_truth.py --check   exit 1 when the page is not what the marks say
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ VERDICTS = ("exact", "marked", "not covered")
 HEAD = """# What is exact, what is marked
 
 Made by `tools/make_truth.py` from the tests' own list: every row is a test whose right counts are computed
-independently of the recorder. **exact**: equal to that truth. **marked**: right as far as it goes, and the file says what
+independently of the recorder. **exact**: equal to that truth. **marked**: right as far as it goes; the file says what
 may be wrong. **not covered**: nothing is recorded, and the file says so.
 
 """
@@ -33,7 +33,10 @@ def marks(path: Path) -> list[tuple[str, str, str, str, str, int]]:
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             continue
         for decorator in node.decorator_list:
-            if not (isinstance(decorator, ast.Call) and ast.unparse(decorator.func) == "pytest.mark.truth"):
+            if not (
+                isinstance(decorator, ast.Call)
+                and ast.unparse(decorator.func) == "pytest.mark.truth"
+            ):
                 continue
             values = {}
             for keyword in decorator.keywords:
@@ -60,7 +63,10 @@ def _num_cases(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> i
     """Cases of the test, from its literal parametrize lists; at least 1."""
     num = 1
     for decorator in node.decorator_list:
-        if isinstance(decorator, ast.Call) and ast.unparse(decorator.func) == "pytest.mark.parametrize":
+        if (
+            isinstance(decorator, ast.Call)
+            and ast.unparse(decorator.func) == "pytest.mark.parametrize"
+        ):
             values = decorator.args[1] if len(decorator.args) > 1 else None
             if isinstance(values, ast.List | ast.Tuple):
                 num *= max(len(values.elts), 1)
@@ -69,7 +75,9 @@ def _num_cases(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> i
 
 def page() -> str:
     """Return the text of docs/truth.md."""
-    rows = sorted(row for path in sorted((REPO / "tests").rglob("test_*.py")) for row in marks(path))
+    rows = sorted(
+        row for path in sorted((REPO / "tests").rglob("test_*.py")) for row in marks(path)
+    )
     num_cases = sum(row[5] for row in rows)
     exact = sum(row[3] == "exact" for row in rows)
     lines = [
@@ -77,7 +85,9 @@ def page() -> str:
         "| scenario | seam | version | verdict | test |",
         "|---|---|---|---|---|",
     ]
-    lines += [f"| {s} | {seam} | {v} | {verdict} | `{test}` |" for s, seam, v, verdict, test, _ in rows]
+    lines += [
+        f"| {s} | {seam} | {v} | {verdict} | `{test}` |" for s, seam, v, verdict, test, _ in rows
+    ]
     return "\n".join(lines) + "\n"
 
 

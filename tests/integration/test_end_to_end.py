@@ -38,7 +38,9 @@ def test_quickstart(tmp_path):
     assert "moe_load/actor_update/max_over_mean" in out
     for step in range(3):
         load = read(tmp_path / "out", step, "actor_update")
-        assert {r.phase for r in load.records} == {"forward"}  # this caller's backward is inside the operator
+        assert {r.phase for r in load.records} == {
+            "forward"
+        }  # this caller's backward is inside the operator
         assert [r.layer for r in load.records] == list(range(1, 7))
         assert all(sum(c) == 2 * 64 * 4 for c in counts_by_layer(load))
         assert load.notes == []
@@ -47,7 +49,10 @@ def test_quickstart(tmp_path):
 def test_decorator_example(tmp_path):
     example("decorator.py", "out", cwd=tmp_path)
     for step in range(2):
-        assert all(sum(c) == 2 * 64 * 4 for c in counts_by_layer(read(tmp_path / "out", step, "actor_update")))
+        assert all(
+            sum(c) == 2 * 64 * 4
+            for c in counts_by_layer(read(tmp_path / "out", step, "actor_update"))
+        )
         log_prob = read(tmp_path / "out", step, "actor_compute_log_prob")
         assert {r.phase for r in log_prob.records} == {"forward"}
 
@@ -106,7 +111,9 @@ def test_real_collects_to_summary_picture_and_map(tmp_path, capsys, name):
     out = tmp_path / "map.json"
     line = f"--json_folder {data} --num_replicas 72 --num_groups 1 --num_nodes 1 --num_gpus 8 --output_path {out}"
     assert run(["rebalance", *line.split()]) == 0
-    check_map(json.loads(out.read_text()), num_layers=26, num_experts=64, num_devices=8, num_slots=72)
+    check_map(
+        json.loads(out.read_text()), num_layers=26, num_experts=64, num_devices=8, num_slots=72
+    )
     printed = capsys.readouterr().out
     for word in ("before", "after", "bound"):
         assert word in printed
@@ -125,7 +132,9 @@ def test_real_msprobe_tree_gives_the_truth(capsys):
     found = {}
     for n in range(table.num_rows):
         step, role = str(int(table.step_N[n])), table.role_of(n)
-        found.setdefault(step, {}).setdefault(role, {})[str(int(table.layer_N[n]))] = table.counts_NE[n].tolist()
+        found.setdefault(step, {}).setdefault(role, {})[str(int(table.layer_N[n]))] = (
+            table.counts_NE[n].tolist()
+        )
     assert found == truth
 
 
@@ -143,7 +152,9 @@ def test_old_command_line_of_rl_insight(tmp_path, capsys):
 def test_commands_of_the_readme_exist():
     from rl_insight_hooks.report.cli import COMMANDS
 
-    named = set(re.findall(r"^rl-insight-report (\w+)", (REPO / "README.md").read_text(), re.MULTILINE))
+    named = set(
+        re.findall(r"^rl-insight-report (\w+)", (REPO / "README.md").read_text(), re.MULTILINE)
+    )
     assert named
     assert named <= set(COMMANDS)
 
@@ -169,9 +180,12 @@ def test_no_file_names_a_path_of_a_machine():
 
 def test_packages_of_pyproject_are_those_of_the_tree():
     text = (REPO / "pyproject.toml").read_text()
-    listed = set(re.findall(r'"(rl_insight_hooks[a-z_.]*)",', text.split("packages = [")[1].split("]")[0]))
+    listed = set(
+        re.findall(r'"(rl_insight_hooks[a-z_.]*)",', text.split("packages = [")[1].split("]")[0])
+    )
     tree = set()
-    for top, name in ((REPO / "rl_insight_hooks", "rl_insight_hooks"), (REPO / "integrations", "rl_insight_hooks.integrations")):
+    core, seams = "rl_insight_hooks", "rl_insight_hooks.integrations"
+    for top, name in ((REPO / "rl_insight_hooks", core), (REPO / "integrations", seams)):
         for init in top.rglob("__init__.py"):
             tree.add(".".join((name, *Path(init.parent).relative_to(top).parts)))
     assert listed == tree

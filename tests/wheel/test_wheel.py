@@ -18,7 +18,7 @@ REPO = Path(__file__).resolve().parents[2]
 if "rl_insight_hooks" not in sys.modules:
     spec = importlib.util.find_spec("rl_insight_hooks")
     assert spec is not None, "the wheel is not installed here: run the nox session wheel"
-    if REPO in Path(spec.origin).resolve().parents:
+    if Path(sys.prefix).resolve() not in Path(spec.origin).resolve().parents:
         pytest.skip(
             "the checkout is on the path, not the wheel: run the nox session wheel",
             allow_module_level=True,
