@@ -456,15 +456,9 @@ class Recorder:
         if valid is not None:
             index = index.masked_fill_(~valid.unsqueeze(-1), num_experts + num_extra + 1)
         index = index.view(-1)
-        if index.dtype is not _int64():
-            index = index.to(_int64())
+        if index.dtype is not slot.buf.dtype:  # int64
+            index = index.to(slot.buf.dtype)
         flag = self._enabled_flags[slot.buf.device]
         slot.buf.scatter_add_(0, index, flag.expand(index.shape[0]))
         slot.num_calls += 1
         slot.num_passes += 1
-
-
-def _int64() -> torch.dtype:
-    import torch
-
-    return torch.int64
