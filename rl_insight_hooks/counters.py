@@ -97,12 +97,19 @@ class PendingReading:
         return readings
 
 
+@dataclass(slots=True, eq=False)
+class _Chunk:
+    """Rows of one width on one device, and how many are given out."""
+
+    rows: torch.Tensor  # [ROWS_PER_CHUNK, width] int64
+    num_used: int = 0
+
+
 class CounterPool:
     """Owns the chunks. ``allocate`` is called at a layer's first sight, never in the steady hot path."""
 
     def __init__(self) -> None:
-        self._chunks: list[torch.Tensor] = []
-        self._num_used: list[int] = []
+        self._chunks: list[_Chunk] = []
         self._slots: list[Slot] = []
 
     @property
@@ -113,7 +120,7 @@ class CounterPool:
     @property
     def nbytes(self) -> int:
         """Device bytes held."""
-        return sum(chunk.numel() * chunk.element_size() for chunk in self._chunks)
+        return sum(chunk.rows.numel() * chunk.rows.element_size() for chunk in self._chunks)
 
     def allocate(
         self,
@@ -135,24 +142,23 @@ class CounterPool:
             (
                 i
                 for i, chunk in enumerate(self._chunks)
-                if chunk.shape[1] == width
-                and chunk.device == device
-                and self._num_used[i] < ROWS_PER_CHUNK
+                if chunk.rows.shape[1] == width
+                and chunk.rows.device == device
+                and chunk.num_used < ROWS_PER_CHUNK
             ),
             None,
         )
         if index is None:
             # inference_mode would make a tensor that a later training step may not add to
             with torch.inference_mode(False), torch.no_grad():
-                self._chunks.append(
-                    torch.zeros((ROWS_PER_CHUNK, width), dtype=torch.int64, device=device)
-                )
-            self._num_used.append(0)
+                rows = torch.zeros((ROWS_PER_CHUNK, width), dtype=torch.int64, device=device)
+            self._chunks.append(_Chunk(rows))
             index = len(self._chunks) - 1
-        row = self._num_used[index]
-        self._num_used[index] += 1
+        chunk = self._chunks[index]
+        row = chunk.num_used
+        chunk.num_used += 1
         with torch.inference_mode(False), torch.no_grad():
-            buf = self._chunks[index][row]
+            buf = chunk.rows[row]
         slot = Slot(layer, phase, form, seam, num_experts, buf, index, row, id_space, draft)
         self._slots.append(slot)
         return slot
@@ -163,8 +169,8 @@ class CounterPool:
 
         copies: list[tuple[torch.Tensor, Any]] = []
         with torch.inference_mode(False), torch.no_grad():
-            for chunk, num_used in zip(self._chunks, self._num_used, strict=True):
-                used = chunk[:num_used]
+            for chunk in self._chunks:
+                used = chunk.rows[: chunk.num_used]
                 # subtract what was copied, not zero_(): an add between the two lines stays
                 snapshot = used.clone()
                 used.sub_(snapshot)

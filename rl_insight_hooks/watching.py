@@ -97,17 +97,22 @@ def _enter_hook(layer: Layer) -> Any:
             return
         state.layer = layer
         state.armed = True
-        state.num_tokens = _num_tokens(args, kwargs)
+        state.num_tokens = 0
+        try:
+            state.num_tokens = _num_tokens(args, kwargs)
+        except Exception:
+            guard.failed("watch")
 
     return enter
 
 
 def _num_tokens(args: Any, kwargs: Any) -> int:
     hidden = args[0] if args else kwargs.get("hidden_states")
-    if hidden is None:
-        return 0
+    shape = getattr(hidden, "shape", None)
+    if shape is None:
+        return 0  # no tensor comes first: the tokens are not known
     num_tokens = 1
-    for size in hidden.shape[:-1]:
+    for size in shape[:-1]:
         num_tokens *= size
     return num_tokens
 
