@@ -1,0 +1,284 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the hooks cost: a grouped-matmul call, a fused-MoE call, a whole step; beside a JSON collector.
+
+    python tests/bench/bench_hooks.py [--rounds 15] [--steps 12]
+
+The host function of the per-call numbers does nothing, so that what is left is ours. Every number is the
+median of rounds that alternate between the variants: the machine's moods hit all of them alike.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+import rl_insight_hooks as rih
+from rl_insight_hooks.layers import LayerRef
+
+REPO = Path(__file__).resolve().parents[2]
+NUM_LAYERS = 58  # MoE layers of DeepSeek-V3
+WIDTHS = (64, 256)  # experts
+NUM_IDS = 4096
+CALLS_PER_PASS = 3  # gate, up, down
+
+Results = dict[str, float]
+
+
+def cost_us(run: Callable[[], None], num_calls: int) -> float:
+    """Return the time of one of the ``num_calls`` calls that ``run`` makes, in us."""
+    gc.disable()
+    try:
+        begun = time.perf_counter()
+        run()
+        return (time.perf_counter() - begun) / num_calls * 1e6
+    finally:
+        gc.enable()
+
+
+def medians(rounds: list[Results]) -> Results:
+    """Return the median of every number over ``rounds``."""
+    return {name: statistics.median(one[name] for one in rounds) for name in rounds[0]}
+
+
+class Layer(torch.nn.Module):
+    """One MoE layer: three grouped matmuls that share their group_list."""
+
+    def __init__(self, npu: ModuleType, num_experts: int) -> None:
+        super().__init__()
+        self.num_experts = num_experts
+        self.gate = torch.nn.Linear(1, 1)
+        self.experts = torch.nn.Identity()
+        hidden, width, num_rows = 16, 8, 2 * num_experts
+        self.npu = npu
+        self.hidden, self.mid = [torch.empty(num_rows, hidden)], [torch.empty(num_rows, width)]
+        self.up = [torch.empty(num_experts, hidden, width)]
+        self.down = [torch.empty(num_experts, width, hidden)]
+        self.options = {
+            "group_list": torch.full((num_experts,), 2),
+            "group_list_type": 1,
+            "group_type": 0,
+            "split_item": 2,
+        }
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        npu, options = self.npu, self.options
+        npu.npu_grouped_matmul(self.hidden, self.up, **options)
+        npu.npu_grouped_matmul(self.hidden, self.up, **options)
+        npu.npu_grouped_matmul(self.mid, self.down, **options)
+        return hidden_states
+
+
+def fake_torch_npu() -> ModuleType:
+    """Put a torch_npu whose grouped matmul returns at once into sys.modules."""
+    result = [torch.ones(1)]
+
+    def npu_grouped_matmul(x: Any, weight: Any, **options: Any) -> list[torch.Tensor]:
+        return result
+
+    module = ModuleType("torch_npu")
+    module.__dict__["npu_grouped_matmul"] = npu_grouped_matmul
+    sys.modules["torch_npu"] = module
+    if not hasattr(torch.ops.npu, "npu_grouped_matmul"):
+        torch.library.define("npu::npu_grouped_matmul", "(Tensor x) -> Tensor")
+    return module
+
+
+def bench_grouped_matmul(num_experts: int, num_rounds: int) -> Results:
+    """Cost of one call with the hooks absent, off and on (watched and not), and of a bare ``add_``."""
+    npu = fake_torch_npu()
+    layers = torch.nn.ModuleList(Layer(npu, num_experts) for _ in range(NUM_LAYERS))
+    x = torch.ones(1, 16)
+    bufs = [torch.zeros(num_experts, dtype=torch.int64) for _ in range(NUM_LAYERS)]
+    repeats = 5
+    num_calls = repeats * NUM_LAYERS * CALLS_PER_PASS
+
+    def passes() -> None:
+        for _ in range(repeats):
+            for layer in layers:
+                layer(x)
+
+    def bare_adds() -> None:  # one a layer pass, as the recorder makes
+        for _ in range(repeats):
+            for layer, buf in zip(layers, bufs, strict=True):
+                buf.add_(layer.options["group_list"])
+
+    def one_round(folder: str) -> Results:
+        one = {"absent": cost_us(passes, num_calls), "add_": cost_us(bare_adds, num_calls)}
+        rih.install(["torch_npu"])
+        one["off"] = cost_us(passes, num_calls)
+        for name in ("on", "watched"):
+            if name == "watched":
+                rih.watch(layers)
+            with rih.record(folder, step=1, role=name):
+                layers[0](x)
+                one[name] = cost_us(passes, num_calls)
+        rih.uninstall()
+        return one
+
+    original = npu.npu_grouped_matmul
+    with tempfile.TemporaryDirectory() as folder:
+        one_round(folder)  # first sight of the layers
+        result = medians([one_round(folder) for _ in range(num_rounds)])
+        rih.flush()
+    assert npu.npu_grouped_matmul is original  # off means absent: nothing is left to cost anything
+    return result
+
+
+def bench_expert_ids(num_experts: int, num_rounds: int) -> Results:
+    """Cost of recording the 4,096 ids of one fused-MoE apply, and of a bare ``scatter_add_``."""
+    from rl_insight_hooks.recorder import Recorder
+
+    recorder, ref = Recorder(), LayerRef(0, "model.layers.0.mlp.experts", "module")
+    ids = torch.randint(0, num_experts, (NUM_IDS // 8, 8), dtype=torch.int32)
+    valid = torch.ones(ids.shape[0], dtype=torch.bool)
+    flat, ones = ids.flatten().long(), torch.ones(NUM_IDS, dtype=torch.int64)
+    buf = torch.zeros(num_experts, dtype=torch.int64)
+    num_calls = 200
+
+    def bare() -> None:
+        for _ in range(num_calls):
+            buf.scatter_add_(0, flat, ones)
+
+    def recorded() -> None:
+        for _ in range(num_calls):
+            recorder.on_expert_ids("fused", ref, ids, num_experts=num_experts)
+
+    def masked() -> None:
+        for _ in range(num_calls):
+            recorder.on_expert_ids("fused", ref, ids, num_experts=num_experts, valid=valid)
+
+    variants = {"scatter_add_": bare, "on": recorded, "on, with a mask": masked}
+
+    def one_round() -> Results:
+        return {name: cost_us(run, num_calls) for name, run in variants.items()}
+
+    one_round()
+    return medians([one_round() for _ in range(num_rounds)])
+
+
+def bench_json_collector(num_experts: int, num_rounds: int) -> float:
+    """Cost in us of a layer call of a collector that reads, adds to and rewrites one JSON of all layers."""
+    tokens = torch.full((num_experts,), 2)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "token_collects.json"
+        zeros = {str(expert): 0 for expert in range(num_experts)}
+        path.write_text(json.dumps({str(layer): zeros for layer in range(NUM_LAYERS)}))
+
+        def collect(layer: int) -> None:
+            loads = json.loads(path.read_text())
+            row = loads[str(layer)]
+            for expert, num in enumerate(tokens.tolist()):
+                row[str(expert)] += num
+            path.write_text(json.dumps(loads))
+
+        return statistics.median(cost_us(lambda: collect(7), 1) for _ in range(num_rounds))
+
+
+def make_cpu_moe(num_layers: int) -> torch.nn.Module:
+    """A MoE of realistic width on CPU: hidden 1024, 16 experts, top-2."""
+    sys.modules.pop("torch_npu", None)
+    sys.path.insert(0, str(REPO / "examples"))
+    from tiny_moe import TinyMoe
+
+    torch.manual_seed(0)
+    return TinyMoe(
+        vocab=512, hidden=1024, width=512, num_layers=num_layers + 1, num_experts=16, top_k=2
+    )
+
+
+def bench_step(num_layers: int, num_steps: int) -> Results:
+    """Seconds of a full step (forward, backward) with recording on and absent, in alternating pairs."""
+    from rl_insight_hooks import cpu_fallback
+
+    model = make_cpu_moe(num_layers)
+    cpu_fallback.install_stand_in()
+    ids = torch.randint(0, 512, (256,))
+
+    def step() -> None:
+        model.zero_grad(set_to_none=True)
+        model(ids).square().mean().backward()
+
+    def timed(step_number: int, recorded: bool, folder: str) -> float:
+        if recorded:
+            rih.install(["torch_npu"])
+        begun = time.perf_counter()
+        if recorded:
+            with rih.record(folder, step=step_number, role="actor_update"):
+                step()
+        else:
+            step()
+        seconds = time.perf_counter() - begun
+        if recorded:
+            rih.flush()
+            rih.uninstall()
+        return seconds
+
+    ratios, absent = [], []
+    with tempfile.TemporaryDirectory() as folder:
+        for recorded in (False, True):
+            timed(0, recorded, folder)
+        for number in range(num_steps):
+            pair = {}
+            for recorded in (number % 2 == 0, number % 2 == 1):  # who goes first alternates
+                pair[recorded] = timed(number, recorded, folder)
+            ratios.append(pair[True] / pair[False])
+            absent.append(pair[False])
+    quartiles = statistics.quantiles(ratios, n=4)
+    return {
+        "absent_s": statistics.median(absent),
+        "added_percent": 100 * (statistics.median(ratios) - 1),
+        "added_low_percent": 100 * (quartiles[0] - 1),
+        "added_high_percent": 100 * (quartiles[2] - 1),
+    }
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=15, help="rounds of the per-call numbers")
+    parser.add_argument("--steps", type=int, default=12, help="pairs of full steps; 0: none")
+    parser.add_argument("--layers", type=int, default=8, help="MoE layers of the full step")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    print(f"torch {torch.__version__}, CPU, one thread; medians of {args.rounds} rounds")
+    for num_experts in WIDTHS:
+        gmm = bench_grouped_matmul(num_experts, args.rounds)
+        print(f"\ngrouped matmul, {num_experts} experts, us a call (a third of a layer pass)")
+        for name in ("absent", "off", "on", "watched"):
+            print(f"  {name:<24} {gmm[name]:8.2f}  added {gmm[name] - gmm['absent']:7.2f}")
+        print(f"  {'a bare add_ is':<24} {gmm['add_']:8.2f}")
+        for name in ("on", "watched"):
+            beyond = gmm[name] - gmm["absent"] - gmm["add_"]
+            print(f"  {name + ', beyond add_':<24} {beyond:8.2f}  target 5")
+        baseline = bench_json_collector(num_experts, args.rounds)
+        per_pass = CALLS_PER_PASS * (gmm["on"] - gmm["absent"])
+        print(f"JSON collector, {NUM_LAYERS} layers x {num_experts} experts, us a layer pass")
+        print(f"  collector {baseline:.0f}, ours {per_pass:.1f}: {baseline / per_pass:,.0f} times")
+        fused = bench_expert_ids(num_experts, args.rounds)
+        print(f"fused MoE apply, {NUM_IDS} ids, {num_experts} experts, us a call")
+        for name, value in fused.items():
+            beyond = value - fused["scatter_add_"]
+            print(f"  {name:<24} {value:8.2f}  beyond scatter_add_ {beyond:7.2f}  target 15")
+    if args.steps:
+        found = bench_step(args.layers, args.steps)
+        print(f"\nfull step, hidden 1024, 16 experts, {args.layers} layers, {args.steps} pairs")
+        print(
+            f"  absent {found['absent_s']:.3f} s, recording adds {found['added_percent']:+.2f}% "
+            f"(quartiles {found['added_low_percent']:+.2f}% to {found['added_high_percent']:+.2f}%)"
+            "  target 1%"
+        )
+
+
+if __name__ == "__main__":
+    main()
