@@ -65,18 +65,24 @@ class MoeSeam:
             # an adapter's scheme is inside the adapter's call; a compiled model is traced through
             if not gate.live or is_compiling() or CALL.get() is not None:
                 return original(self, *args, **kwargs)
-            call = seam.aside.take()
-            token = CALL.set(call)
+            call = token = None
+            try:
+                call = seam.aside.take()
+                token = CALL.set(call)
+            except Exception:
+                guard.failed(f"{name}.apply")
             STATE.claims += 1  # the grouped matmuls inside are this same pass
             try:
                 result = original(self, *args, **kwargs)
             finally:
                 STATE.claims -= 1
-                CALL.reset(token)
-            try:
-                seam.commit(reader, call, args, kwargs)
-            except Exception:
-                guard.failed(f"{name}.apply")
+                if token is not None:
+                    CALL.reset(token)
+            if call is not None:
+                try:
+                    seam.commit(reader, call, args, kwargs)
+                except Exception:
+                    guard.failed(f"{name}.apply")
             return result
 
         return apply

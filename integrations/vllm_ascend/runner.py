@@ -46,7 +46,7 @@ class StepState:
 
     def end_dummy(self) -> None:
         """The dummy run is over."""
-        self.dummy -= 1
+        self.dummy = max(0, self.dummy - 1)
         if not self.dummy:
             self._recorder.set_enabled(True)
 
