@@ -460,7 +460,7 @@ class Recorder:
             index.add_(1)
         else:  # id + 1 where valid, else the masked bin; on CPU much faster than masked_fill_
             index.add_(1 - masked_bin).mul_(valid.unsqueeze(-1)).add_(masked_bin)
-        index = index.view(-1)
+        index = index.reshape(-1)  # ids may be a transposed view
         # contiguous: on CPU a source of stride 0 costs more than the copy
         gate = self._enabled_flags[slot.buf.device].expand(index.shape[0]).contiguous()
         slot.buf.scatter_add_(0, index, gate)
