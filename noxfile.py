@@ -13,7 +13,7 @@ from pathlib import Path
 
 import nox
 
-nox.options.sessions = ["lint", "unit", "wheel", "npu", "vllm", "ray", "ssh"]
+nox.options.sessions = ["lint", "unit", "wheel", "npu", "megatron", "vllm", "ray", "ssh"]
 nox.options.reuse_existing_virtualenvs = True
 nox.options.error_on_missing_interpreters = False
 
@@ -93,6 +93,13 @@ def npu(session: nox.Session) -> None:
     if installed(session, "tests/verl"):
         env = npu_environment(session)
         session.run("pytest", "tests/npu", "tests/verl", *session.posargs, env=env)
+
+
+@nox.session
+def megatron(session: nox.Session) -> None:
+    """The real Megatron-Core on CPU, with expert parallelism over four processes."""
+    if installed(session, "tests/megatron"):
+        session.run("pytest", "tests/megatron", *session.posargs)
 
 
 @nox.session

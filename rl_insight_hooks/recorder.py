@@ -356,11 +356,16 @@ class Recorder:
             phase = PHASE_EVAL if STATE.evaluating else PHASE_FORWARD
         if not isinstance(counts, torch.Tensor):
             counts = torch.tensor(list(counts), dtype=torch.int64)
+        elif counts.is_floating_point():
+            counts = counts.to(torch.int64)
         slot = self._slot(layer, phase, FORM_COUNTS, seam, len(counts), len(counts), counts.device)
         slot.buf.add_(counts)
         slot.num_calls += 1
         slot.num_passes += 1
         slot.num_rows += num_rows
+        if STATE.layer is layer:
+            STATE.armed = False  # this pass is counted: later grouped matmuls of the block are not
+            slot.num_tokens += STATE.num_tokens
         if self.detail_calls:
             self._log_call(slot, counts)
 

@@ -57,12 +57,21 @@ def _app(wanted: str | None) -> typer.Typer:
     return app
 
 
-def _root(
-    version: Annotated[bool, typer.Option("--version", help="Print the version and stop.")] = False,
-) -> None:
-    if version:
+def _say_version(wanted: bool) -> None:
+    if wanted:
         typer.echo(f"rl-insight-hooks {__version__}")
         raise typer.Exit
+
+
+def _root(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_say_version, is_eager=True, help="Print the version and stop."
+        ),
+    ] = False,
+) -> None:
+    """Stand for the options before the command."""
 
 
 def _command(name: str) -> Callable[..., Any]:

@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Megatron-Core: the experts modules, which are given their tokens per local expert.
+
+Target   ``forward`` of ``TEGroupedMLP``, ``GroupedMLP`` and ``SequentialMLP`` (whichever this release has), and
+         ``parallel_state`` for this rank's place.
+Why      the counts are there by name, for every way to run the experts: also for MindSpeed's C++ extension and
+         for sequential experts, which never reach torch_npu.
+How      the class attribute is replaced; while the host's forward runs, inner seams keep quiet, so that a pass
+         counts once. The layer is the enclosing MoE layer's ``layer_number``. Hooked again at every region's
+         begin: MindSpeed's ``repatch`` sets class attributes anew.
+Not covered  schedules that run experts without these forwards (MindSpeed's fb_overlap and dualpipe).
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import weakref
+from typing import TYPE_CHECKING, Any
+
+from rl_insight_hooks import guard, topology
+from rl_insight_hooks.compiled import is_compiling
+from rl_insight_hooks.layers import num_experts_of, top_k_of
+from rl_insight_hooks.patching import Gate
+from rl_insight_hooks.schema import TOKENS_REPLICATED
+from rl_insight_hooks.state import STATE
+from rl_insight_hooks.topology import Place
+
+if TYPE_CHECKING:
+    import torch
+
+    from rl_insight_hooks.installer import Context
+    from rl_insight_hooks.layers import Layer
+    from rl_insight_hooks.recorder import Recorder
+
+SUPPORTED = (
+    "core 0.9 to 0.16 (tested with the release that tests/megatron/requirements.txt installs)"
+)
+
+_CLASSES = ("TEGroupedMLP", "GroupedMLP", "SequentialMLP")
+_EXPERTS = "megatron.core.transformer.moe.experts"
+_PARALLEL_STATE = "megatron.core.parallel_state"
+_MAX_FRAMES = 24
+
+# Settings of the transformer config that falsify the load -> what the file says.
+_STAMPS = {
+    "moe_router_force_load_balancing": (
+        "forced_routing",
+        "moe_router_force_load_balancing: ids are random",
+    ),
+    "moe_expert_capacity_factor": (
+        "capacity",
+        "moe_expert_capacity_factor: tokens are dropped or padded, the sum is not tokens x top-k",
+    ),
+}
+
+
+def install(ctx: Context) -> None:
+    """Hook the experts classes that are imported, and register the place of this rank."""
+    refresh(ctx)
+    topology.add_provider("megatron", _place)
+
+
+def refresh(ctx: Context) -> None:
+    """Hook classes that have come since."""
+    experts = sys.modules.get(_EXPERTS)
+    for name in _CLASSES:
+        cls = getattr(experts, name, None)
+        if isinstance(cls, type) and "forward" in vars(cls):
+            ctx.patcher.replace(
+                cls, "forward", functools.partial(_forward, ctx.recorder, f"megatron.{name}")
+            )
+
+
+def uninstall(ctx: Context) -> None:
+    """Forget the place of this rank."""
+    topology.remove_provider("megatron")
+
+
+def _forward(recorder: Recorder, seam: str, original: Any, gate: Gate) -> Any:
+    state = STATE
+    layers: weakref.WeakKeyDictionary[torch.nn.Module, Layer] = weakref.WeakKeyDictionary()
+
+    @functools.wraps(original)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not (state.on and gate.live) or is_compiling():
+            return original(self, *args, **kwargs)
+        state.claims += 1
+        try:
+            out = original(self, *args, **kwargs)
+        finally:
+            state.claims -= 1
+        try:
+            layer = layers.get(self)
+            if layer is None:
+                layer = layers[self] = _find_layer(recorder, self)
+            counts = args[1] if len(args) > 1 else kwargs["tokens_per_expert"]
+            rows = args[0] if args else kwargs["permuted_local_hidden_states"]
+            recorder.on_counts(seam, layer, counts, num_rows=rows.shape[0])
+        except Exception:
+            guard.failed(seam)
+        return out
+
+    return forward
+
+
+def _find_layer(recorder: Recorder, experts: torch.nn.Module) -> Layer:
+    """Return the layer of the MoE layer whose ``experts`` this is: it stands on the stack; once a module."""
+    owner: torch.nn.Module = experts
+    frame = sys._getframe(2)
+    for _ in range(_MAX_FRAMES):
+        candidate = frame.f_locals.get("self")
+        if candidate is not experts and getattr(candidate, "experts", None) is experts:
+            owner = candidate
+            break
+        if frame.f_back is None:
+            break
+        frame = frame.f_back
+    layer = recorder.layers.of_module(owner)
+    config = getattr(experts, "config", None)
+    if config is not None:
+        layer.num_experts = layer.num_experts or num_experts_of(owner) or config.num_moe_experts
+        layer.top_k = layer.top_k or top_k_of(owner)
+        for name, (stamp, text) in _STAMPS.items():
+            if getattr(config, name, None):
+                recorder.stamps[stamp] = text
+    return layer
+
+
+def _place(place: Place) -> None:
+    """Fill in what ``parallel_state`` knows; no collective, only ranks and sizes."""
+    state = sys.modules.get(_PARALLEL_STATE)
+    if state is None or not state.is_initialized():
+        return
+
+    def ask(name: str) -> int | None:
+        function = getattr(state, name, None)
+        if function is None:
+            return None
+        try:
+            return int(function())
+        except (AssertionError, TypeError, ValueError):  # the group was not made
+            return None
+
+    parallel = place.parallel
+    for short, long in (
+        ("ep", "expert_model_parallel"),
+        ("etp", "expert_tensor_parallel"),
+        ("tp", "tensor_model_parallel"),
+        ("pp", "pipeline_model_parallel"),
+        ("dp", "data_parallel"),
+        ("cp", "context_parallel"),
+    ):
+        setattr(parallel, f"{short}_rank", ask(f"get_{long}_rank"))
+        setattr(parallel, f"{short}_size", ask(f"get_{long}_world_size"))
+    if (parallel.etp_size or 1) > 1:
+        # every rank of an expert-tensor-parallel group is given the same tokens
+        place.tokens_layout = TOKENS_REPLICATED
+        edp = ask("get_expert_data_parallel_rank")
+        parallel.replica_group = f"edp{edp}-ep{parallel.ep_rank}-pp{parallel.pp_rank}"

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One rank of a real Megatron-Core MoE on CPU: python rank_main.py OUT RANK WORLD EP CHECKPOINT WATCH
+
+Prints, as JSON on its last line, what this rank's routers chose: {"forward": [layer][global expert], ...}.
+Only ``SequentialMLP`` runs on CPU; the alltoall dispatcher and its collectives are the real ones, over gloo.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+
+NUM_LAYERS, NUM_EXPERTS, TOP_K, HIDDEN, TOKENS = 3, 8, 2, 16, 24
+
+
+def cpu_only():
+    """Megatron asks for CUDA streams and memory in a few places that do nothing on CPU."""
+
+    class Nothing:
+        def __getattr__(self, name):
+            return lambda *args, **kwargs: Nothing()
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *args):
+            return False
+
+    torch.cuda.Stream = lambda *a, **k: Nothing()
+    torch.cuda.current_stream = lambda *a, **k: Nothing()
+    torch.cuda.Event = lambda *a, **k: Nothing()
+    torch.cuda.stream = lambda *a, **k: Nothing()
+    torch.cuda.current_device = lambda: "cpu"
+    torch.cuda.synchronize = lambda *a, **k: None
+    to = torch.Tensor.to
+
+    def to_cpu(self, *args, **kwargs):
+        args = tuple("cpu" if isinstance(a, str) and a.startswith("cuda") else a for a in args)
+        return to(self, *args, **kwargs)
+
+    torch.Tensor.to = to_cpu
+    all_to_all = dist.all_to_all_single
+
+    def with_lists(output, input, output_split_sizes=None, input_split_sizes=None, **kwargs):
+        # only tensors on a device are turned into lists of sizes by the dispatcher
+        sizes = [
+            s.tolist() if isinstance(s, torch.Tensor) else s
+            for s in (output_split_sizes, input_split_sizes)
+        ]
+        return all_to_all(output, input, *sizes, **kwargs)
+
+    dist.all_to_all_single = torch.distributed.all_to_all_single = with_lists
+    torch.Tensor.cuda = lambda self, *a, **k: self
+
+
+def main(out, rank, world, ep, kind, watched):
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
+    cpu_only()
+    dist.init_process_group(
+        "gloo", init_method=f"file://{out}/rendezvous", rank=rank, world_size=world
+    )
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    import rl_insight_hooks as rih
+
+    # a name that the module lacks where Transformer Engine is not installed
+    moe_utils = sys.modules["megatron.core.transformer.moe.moe_utils"]
+    moe_utils.te_general_gemm = getattr(moe_utils, "te_general_gemm", None)
+
+    parallel_state.initialize_model_parallel(expert_model_parallel_size=ep)
+    config = TransformerConfig(
+        num_layers=NUM_LAYERS,
+        hidden_size=HIDDEN,
+        num_attention_heads=2,
+        ffn_hidden_size=16,
+        moe_ffn_hidden_size=16,
+        num_moe_experts=NUM_EXPERTS,
+        moe_router_topk=TOP_K,
+        moe_router_load_balancing_type="none",
+        moe_token_dispatcher_type="alltoall",
+        moe_grouped_gemm=False,
+        add_bias_linear=False,
+        use_cpu_initialization=True,
+        expert_model_parallel_size=ep,
+        moe_router_dtype="fp32",
+    )
+    spec = get_moe_module_spec(use_te=False, num_experts=NUM_EXPERTS, moe_grouped_gemm=False)
+    torch.manual_seed(0)
+    # layer_number is 1-based and global: layers 3, 4, 5 of a pipeline stage
+    layers = torch.nn.ModuleList(
+        MoELayer(config, submodules=spec.submodules, layer_number=n + 3) for n in range(NUM_LAYERS)
+    )
+    truth = {phase: [[0] * NUM_EXPERTS for _ in layers] for phase in ("forward", "recompute")}
+    phase = ["forward"]
+
+    def count(index):
+        def hook(router, args, output):
+            for token in output[1].tolist():
+                for expert, chosen in enumerate(token):
+                    truth[phase[0]][index][expert] += bool(chosen)
+
+        return hook
+
+    for index, layer in enumerate(layers):
+        torch.nn.init.normal_(layer.router.weight, std=1.0)
+        layer.router.register_forward_hook(count(index))
+    if watched:
+        assert rih.watch(layers) == NUM_LAYERS
+    torch.manual_seed(100 + rank)
+    with rih.record(f"{out}/data", step=1, role="update"):
+        for _ in range(2):
+            x = torch.randn(TOKENS, 1, HIDDEN, requires_grad=True)
+            for layer in layers:
+                if kind == "none":
+                    x = x + layer(x)[0]
+                else:
+                    x = x + torch.utils.checkpoint.checkpoint(
+                        lambda y, layer=layer: layer(y)[0], x, use_reentrant=kind == "reentrant"
+                    )
+            phase[0] = "recompute"
+            x.sum().backward()
+            phase[0] = "forward"
+    assert rih.flush()
+    print(json.dumps(truth))
+    dist.barrier()
+
+
+if __name__ == "__main__":
+    out, rank, world, ep, kind, watched = sys.argv[1:]
+    main(out, int(rank), int(world), int(ep), kind, watched == "True")

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The real Megatron-Core on CPU, alone and with expert parallelism over four processes (gloo, all_to_all)."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rl_insight_hooks.report.load import load
+from rl_insight_hooks.schema import decode_load_file
+
+HERE = Path(__file__).parent
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("megatron") is None,
+    reason="megatron-core is not installed: nox session megatron",
+)
+
+
+def run_ranks(out, world, ep, kind, watched):
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    ranks = [
+        subprocess.Popen(
+            [
+                sys.executable,
+                HERE / "rank_main.py",
+                out,
+                str(rank),
+                str(world),
+                str(ep),
+                kind,
+                str(watched),
+            ],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=env,
+        )
+        for rank in range(world)
+    ]
+    truths = []
+    for process in ranks:
+        stdout, stderr = process.communicate(timeout=240)
+        assert process.returncode == 0, stderr[-3000:]
+        truths.append(json.loads(stdout.strip().splitlines()[-1]))
+    return {phase: np.sum([t[phase] for t in truths], axis=0) for phase in truths[0]}
+
+
+def merged(root, phase):
+    table = load(root, merge_ranks=True, phases=phase)
+    assert table.layer_N.tolist() == [2, 3, 4]  # layer_number - 1
+    return table.counts_NE
+
+
+@pytest.mark.parametrize("watched", [True, False], ids=["watch", "no watch"])
+@pytest.mark.parametrize("kind", ["none", "reentrant", "non-reentrant"])
+@pytest.mark.truth(
+    scenario="experts modules, each checkpoint flavour, pipeline offset by layer_number",
+    seam="megatron.SequentialMLP",
+    version="core",
+    verdict="exact",
+)
+def test_one_rank(tmp_path, kind, watched):
+    truth = run_ranks(tmp_path, 1, 1, kind, watched)
+    assert np.array_equal(merged(tmp_path / "data", "forward"), truth["forward"])
+    if kind != "none":
+        assert np.array_equal(merged(tmp_path / "data", "recompute"), truth["recompute"])
+
+
+@pytest.mark.truth(
+    scenario="expert parallelism over 4 processes, all_to_all: global expert ids",
+    seam="megatron.SequentialMLP",
+    version="core",
+    verdict="exact",
+)
+def test_expert_parallel(tmp_path):
+    truth = run_ranks(tmp_path, 4, 4, "none", True)
+    assert np.array_equal(merged(tmp_path / "data", "forward"), truth["forward"])
+    for rank in range(4):
+        path = tmp_path / f"data/step_1/update/rank{rank}/group_list.json"
+        file = decode_load_file(path.read_bytes())
+        assert (file.parallel.ep_size, file.parallel.ep_rank, file.first_expert) == (
+            4,
+            rank,
+            2 * rank,
+        )
+        assert (file.num_experts, file.top_k) == (8, 2)
+        assert {len(r.counts) for r in file.records} == {2}
+        assert {r.seam for r in file.records} == {"megatron.SequentialMLP"}
