@@ -109,7 +109,7 @@ def _find_layer(recorder: Recorder, experts: torch.nn.Module) -> Layer:
     owner: torch.nn.Module = experts
     frame = sys._getframe(2)
     for _ in range(_MAX_FRAMES):
-        candidate = frame.f_locals.get("self")
+        candidate: Any = frame.f_locals.get("self")
         if candidate is not experts and getattr(candidate, "experts", None) is experts:
             owner = candidate
             break

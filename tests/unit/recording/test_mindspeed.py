@@ -24,7 +24,7 @@ def mindspeed(monkeypatch):
     builder = ModuleType("mindspeed.op_builder.builder")
 
     class MindSpeedOpBuilder:
-        _loaded_ops = {}
+        _loaded_ops = {}  # noqa: RUF012 - as there
 
     builder.MindSpeedOpBuilder = MindSpeedOpBuilder
 
