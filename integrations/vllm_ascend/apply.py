@@ -243,6 +243,7 @@ class MoeSeam:
         )
         # one layer object, one row: a draft model may use the main model's names
         known = _Known(self.recorder.layers.of_ref(ref, layer), experts, draft)
+        known.layer.forward_slot = None  # met before, not yet known as a draft's
         known.layer.num_experts, known.layer.top_k = experts.num_logical, ids.shape[-1]
         self.steps.prepare(ids.device)
         self._known[layer] = known

@@ -111,8 +111,10 @@ def test_the_adapter_counts_once(rih, world, tmp_path, era):
     layer, given = layer_object(), logits(6)
     with rih.record(str(tmp_path), step=1, role="rollout"):
         by_order_b(adapter(scheme()), layer, given)
-    _, record = only_record(tmp_path)
+    load_file, record = only_record(tmp_path)
     assert record.counts == counted(given)
+    assert record.seam == "vllm_ascend.AscendFusedMoEMethod.apply (selector)"
+    assert load_file.dropped == {}
 
 
 @truth("rollout: mask on the forward context", "vllm-ascend 0.11 (class shapes)")
@@ -257,3 +259,17 @@ def test_no_lazy_import_is_set_off(rih, world, monkeypatch):
         del module.__spec__
         monkeypatch.setitem(sys.modules, name, module)
     rih.install(["vllm_ascend"])
+
+
+@truth("rollout: draft model told after its layer was met", "0.13 (class shapes)", verdict="marked")
+def test_a_layer_is_a_drafts_as_soon_as_the_forward_pass_says_so(rih, world, tmp_path):
+    method = moe_eras.era_0_13(world)[0]
+    rih.install(["vllm_ascend"])
+    layer, given = layer_object(), logits(5)
+    with rih.record(str(tmp_path), step=1, role="rollout"):
+        world.context.in_profile_run = True  # a profile run of the engine does not say it
+        by_order_a(method(), layer, given)
+        world.context.in_profile_run, world.context.is_draft_model = False, True
+        by_order_a(method(), layer, given)
+    _, record = only_record(tmp_path)
+    assert (record.draft, record.counts) == (True, counted(given))
