@@ -68,14 +68,16 @@ def grouped_matmul(
             raise ValueError(f"group_list names {sum(counts)} rows, x has {num_rows}")
         groups = x[0].split([*counts, num_rows - sum(counts)])[:num_experts]
         outs = [part @ _of_expert(weight, e) for e, part in enumerate(groups)]
-        outs = [out if bias is None else out + _of_expert(bias, e) for e, out in enumerate(outs)]
+        outs = [
+            out if bias is None else out + _of_expert(bias, e, dim=1) for e, out in enumerate(outs)
+        ]
         if split_item in (2, 3):
             tail = x[0].new_zeros(num_rows - sum(counts), _of_expert(weight, 0).shape[-1])
             return [torch.cat([*outs, tail])]
         return outs
     else:
         outs = [part @ _of_expert(weight, e) for e, part in enumerate(x)]
-    outs = [out if bias is None else out + _of_expert(bias, e) for e, out in enumerate(outs)]
+    outs = [out if bias is None else out + _of_expert(bias, e, dim=1) for e, out in enumerate(outs)]
     return [torch.cat(outs)] if split_item in (2, 3) else outs
 
 
@@ -96,17 +98,10 @@ def _along_k(
     return outs
 
 
-def _of_expert(parts: Tensors, expert: int) -> torch.Tensor:
-    """Return the [K, N] (or bias [N]) of one expert, from one stacked tensor or a list."""
-    return (
-        parts[0][expert]
-        if len(parts) == 1 and len(parts[0].shape) >= 2 and _stacked(parts)
-        else parts[expert]
-    )
-
-
-def _stacked(parts: Tensors) -> bool:
-    return parts[0].dim() == 3 or (parts[0].dim() == 2 and len(parts) == 1)
+def _of_expert(parts: Tensors, expert: int, *, dim: int = 2) -> torch.Tensor:
+    """Return the [K, N] of one expert, or its bias [N] with ``dim`` 1, from one stacked tensor or a list."""
+    stacked = len(parts) == 1 and parts[0].dim() == dim + 1
+    return parts[0][expert] if stacked else parts[expert]
 
 
 def grouped_matmul_shapes(

@@ -128,7 +128,8 @@ class _GroupedMatmul(torch.autograd.Function):
         turned = [w.transpose(-1, -2) for w in weight]
         dx = ctx.op([grad], turned, **options, split_item=2, group_type=0)[0]
         dw = ctx.op([x.t()], [grad], **options, split_item=3, group_type=2)[0]
-        parts = [dw] if len(weight) == 1 else list(dw.unbind(0))
+        stacked = len(weight) == 1 and weight[0].dim() == 3
+        parts = [dw] if stacked else list(dw.unbind(0))
         return None, None, dx, *parts
 
 
