@@ -54,13 +54,20 @@ class failsafe:  # noqa: N801 - used like a function
         return True
 
 
-def take_failures() -> dict[str, int]:
-    """Return the failures counted since the last call, by place, and start anew."""
+def take_failures(*, of_writer: bool = False) -> dict[str, int]:
+    """Return the failures counted since the last call, by place, and start anew.
+
+    Those of the writer thread (places named ``writer...``) are kept apart: it works on older regions.
+    """
     with _lock:
-        taken = dict(_num_failed)
-        for where in _num_failed:
+        taken = {
+            where: num
+            for where, num in _num_failed.items()
+            if num and where.startswith("writer") == of_writer
+        }
+        for where in taken:
             _num_failed[where] = 0
-    return {where: num for where, num in taken.items() if num}
+    return taken
 
 
 def reset_after_fork() -> None:

@@ -249,6 +249,7 @@ class Session:
             )
             result.dropped, recorder.dropped = recorder.dropped, {}
             result.masked, recorder.masked = recorder.masked, {}
+            result.failed = guard.take_failures()
             result.stamps = dict(recorder.stamps)
             if region.config.ranks is not None:
                 result.stamps["ranks"] = region.config.ranks  # the others are not missing

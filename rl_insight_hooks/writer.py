@@ -180,7 +180,7 @@ class Writer:
             self._write_collects(result, readings)
         run_id = config.run_id or envs.run_id() or self._made_run_id
         numbers = self._numbers.setdefault(result.role, LayerNumbers())
-        for where, num in guard.take_failures().items():
+        for where, num in guard.take_failures(of_writer=True).items():
             gathered.failed[where] = gathered.failed.get(where, 0) + num
         load_file = build_load_file(
             gathered, numbers, run_id=run_id, writer=self.writer_id, phases=config.phases

@@ -421,6 +421,25 @@ def test_failures_are_logged_once(rih, npu, tmp_path, session, monkeypatch, capl
     assert len([r for r in caplog.records if "failed in torch_npu" in r.message]) == 1
 
 
+def test_failures_belong_to_the_region_that_had_them(rih, npu, tmp_path, session, monkeypatch):
+    import threading
+
+    from rl_insight_hooks import writer
+
+    gate = threading.Event()
+    real = writer.write_atomic
+    monkeypatch.setattr(writer, "write_atomic", lambda *a: (gate.wait(30), real(*a)))
+    with rih.record(tmp_path, step=1, role="r"):
+        layer_pass(A)  # its file waits for the gate while the next region fails
+    monkeypatch.setattr(session.recorder, "on_group_list", None)
+    with rih.record(tmp_path, step=2, role="r"):
+        layer_pass(A)
+    gate.set()
+    rih.flush()
+    assert read(tmp_path, 1, "r").failed == {}
+    assert sum(read(tmp_path, 2, "r").failed.values()) == 3
+
+
 def test_no_session_code_needs_the_report():
     python(
         """
