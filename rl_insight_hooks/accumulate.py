@@ -16,6 +16,7 @@ from rl_insight_hooks.group_list import counts_from_cumulative
 from rl_insight_hooks.layers import Layer
 from rl_insight_hooks.schema import (
     ID_LOGICAL,
+    ID_PHYSICAL,
     PHASE_COMPILED,
     PHASE_FORWARD,
     PHASES,
@@ -253,6 +254,7 @@ class Collects:
                 slot.phase not in (PHASE_FORWARD, PHASE_COMPILED)
                 or slot.draft
                 or slot.layer.number == -1
+                or slot.id_space == ID_PHYSICAL  # the file's ids are logical
             ):
                 continue
             counts_E = _decode(reading)[0]

@@ -49,7 +49,9 @@ TARGETS: dict[str, tuple[str, ...]] = {
         "vllm_ascend.ops.fused_moe.fused_moe",
         "vllm_ascend.ops.common_fused_moe",
         "vllm_ascend.ops.fused_moe.routed_experts",
+        "vllm_ascend.ops.fused_moe",
         "vllm_ascend.worker.model_runner_v1",
+        "vllm_ascend.worker.v2.model_runner",
     ),
     "vllm_worker": (
         "vllm_ascend.worker.worker",

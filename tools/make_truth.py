@@ -26,24 +26,21 @@ may be wrong. **not covered**: nothing is recorded, and the file says so.
 """
 
 
-def marks(path: Path) -> list[tuple[str, str, str, str, str, int]]:
+Row = tuple[str, str, str, str, str, int]
+Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+
+
+def marks(path: Path) -> list[Row]:
     """Return (scenario, seam, version, verdict, test, times) of the marked tests in one file."""
+    module = ast.parse(path.read_text())
     rows = []
-    for node in ast.walk(ast.parse(path.read_text())):
-        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+    for node in ast.walk(module):
+        if not isinstance(node, Function):
             continue
         for decorator in node.decorator_list:
-            if not (
-                isinstance(decorator, ast.Call)
-                and ast.unparse(decorator.func) == "pytest.mark.truth"
-            ):
+            values = _mark_values(module, decorator)
+            if values is None:
                 continue
-            values = {}
-            for keyword in decorator.keywords:
-                try:
-                    values[keyword.arg] = str(ast.literal_eval(keyword.value))
-                except ValueError:  # a constant of the test module
-                    values[keyword.arg] = _constant(path, keyword.value)
             if set(values) != set(KEYS) or values["verdict"] not in VERDICTS:
                 raise SystemExit(f"{path}:{node.lineno}: truth mark has {values}")
             test = f"{path.relative_to(REPO)}::{node.name}"
@@ -51,15 +48,42 @@ def marks(path: Path) -> list[tuple[str, str, str, str, str, int]]:
     return rows
 
 
-def _constant(path: Path, value: ast.expr) -> str:
-    name = ast.unparse(value)
-    for node in ast.parse(path.read_text()).body:
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name:
-            return str(ast.literal_eval(node.value))
-    raise SystemExit(f"{path}: truth mark with {name}, which is no constant of the file")
+def _mark_values(module: ast.Module, decorator: ast.expr) -> dict[str | None, str] | None:
+    """Return what a decorator says, if it is the mark or the file's own function ``truth`` that makes it."""
+    if not isinstance(decorator, ast.Call):
+        return None
+    called = ast.unparse(decorator.func)
+    if called == "pytest.mark.truth":
+        return {k.arg: _value(module, k.value, {}) for k in decorator.keywords}
+    if called != "truth":
+        return None
+    maker = next(n for n in module.body if isinstance(n, ast.FunctionDef) and n.name == "truth")
+    made = next(n.value for n in ast.walk(maker) if isinstance(n, ast.Return))
+    assert isinstance(made, ast.Call)
+    names = [a.arg for a in maker.args.args]
+    given: dict[str, ast.expr] = dict(
+        zip(names[len(names) - len(maker.args.defaults) :], maker.args.defaults, strict=True)
+    )
+    given |= {
+        a.arg: d for a, d in zip(maker.args.kwonlyargs, maker.args.kw_defaults, strict=True) if d
+    }
+    given |= dict(zip(names, decorator.args, strict=False))
+    given |= {str(k.arg): k.value for k in decorator.keywords}
+    return {k.arg: _value(module, k.value, given) for k in made.keywords}
 
 
-def _num_cases(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> int:
+def _value(module: ast.Module, value: ast.expr, given: dict[str, ast.expr]) -> str:
+    """Return a literal, an argument of the maker, or a constant of the file, as text."""
+    if isinstance(value, ast.Name):
+        if value.id in given:
+            return _value(module, given[value.id], {})
+        for node in module.body:
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == value.id:
+                return str(ast.literal_eval(node.value))
+    return str(ast.literal_eval(value))
+
+
+def _num_cases(node: Function) -> int:
     """Cases of the test, from its literal parametrize lists; at least 1."""
     num = 1
     for decorator in node.decorator_list:
