@@ -57,7 +57,7 @@ def _mark_values(module: ast.Module, decorator: ast.expr) -> dict[str | None, st
         return {k.arg: _value(module, k.value, {}) for k in decorator.keywords}
     if called != "truth":
         return None
-    maker = next(n for n in module.body if isinstance(n, ast.FunctionDef) and n.name == "truth")
+    maker, home = _maker(module)
     made = next(n.value for n in ast.walk(maker) if isinstance(n, ast.Return))
     assert isinstance(made, ast.Call)
     names = [a.arg for a in maker.args.args]
@@ -69,7 +69,17 @@ def _mark_values(module: ast.Module, decorator: ast.expr) -> dict[str | None, st
     }
     given |= dict(zip(names, decorator.args, strict=False))
     given |= {str(k.arg): k.value for k in decorator.keywords}
-    return {k.arg: _value(module, k.value, given) for k in made.keywords}
+    return {k.arg: _value(home, k.value, given) for k in made.keywords}
+
+
+def _maker(module: ast.Module) -> tuple[ast.FunctionDef, ast.Module]:
+    """Return the function ``truth`` of a test file and the module that it stands in: its own, or a helper's."""
+    for node in module.body:
+        if isinstance(node, ast.FunctionDef) and node.name == "truth":
+            return node, module
+        if isinstance(node, ast.ImportFrom) and any(n.name == "truth" for n in node.names):
+            return _maker(ast.parse((REPO / f"tests/support/{node.module}.py").read_text()))
+    raise SystemExit("a test is marked by truth(), which neither it nor a helper defines")
 
 
 def _value(module: ast.Module, value: ast.expr, given: dict[str, ast.expr]) -> str:
