@@ -142,7 +142,7 @@ def _import_targets() -> dict[str, str]:
     for top in sorted(
         {target.partition(".")[0] for targets in TARGETS.values() for target in targets}
     ):
-        if importlib.util.find_spec(top) is None:
+        if not _is_there(top):
             continue
         try:
             importlib.import_module(top)
@@ -153,13 +153,18 @@ def _import_targets() -> dict[str, str]:
     return errors
 
 
+def _is_there(top: str) -> bool:
+    """Return True when the package is imported or installed."""
+    return top in sys.modules or importlib.util.find_spec(top) is not None
+
+
 def _integration(name: str, errors: dict[str, str]) -> Integration:
     from rl_insight_hooks.session import get_session
 
     top = TARGETS[name][0].partition(".")[0]
     if top in errors:
         return Integration(name, "", "absent", f"{top} does not import here: {errors[top]}")
-    if importlib.util.find_spec(top) is None:
+    if not _is_there(top):
         return Integration(name, "", "absent", f"{top} is not installed here")
     reason = get_session().installer.reasons.get(name)
     supported = ""

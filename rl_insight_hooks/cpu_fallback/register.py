@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
@@ -208,6 +209,7 @@ def stand_in() -> ModuleType:
         module = ModuleType(
             "torch_npu", "Stand-in of rl_insight_hooks: the grouped-matmul family on CPU."
         )
+        module.__spec__ = ModuleSpec("torch_npu", None)  # importlib.util.find_spec asks for it
         module.__dict__["__version__"] = "0+rl_insight_hooks.stand_in"
         for name in _SCHEMAS:
             if "." not in name:
