@@ -305,7 +305,9 @@ def _number_ending_at(
     if longest <= 2:
         return twos
     fours: npt.NDArray[np.uint16] = twos.astype(np.uint16)
-    fours[2:] += np.multiply(twos[:-2] * is_digit[1:-1], 100, dtype=np.uint16)  # numpy 1: no wider by itself
+    fours[2:] += np.multiply(
+        twos[:-2] * is_digit[1:-1], 100, dtype=np.uint16
+    )  # numpy 1: no wider by itself
     if longest <= 4:
         return fours
     fours *= is_digit
