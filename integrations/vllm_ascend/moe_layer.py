@@ -44,7 +44,7 @@ def experts_of(
     Args:
         layer: the layer object.
         num_experts: the call's global_num_experts or num_experts; with the redundant ones since 0.11,
-            without before.
+            without before; with the shared ones where they are placed with the routed (0.13).
         num_redundant: the call's or the layer's number of redundant experts.
         router_width: columns of router_logits: logical experts, and zero experts where the model has them.
     """
@@ -65,6 +65,8 @@ def experts_of(
         num_logical = width
     else:
         num_logical = (given or 0) - num_redundant
+        if width is not None:  # shared experts, placed with the routed ones, have no logit
+            num_logical = min(num_logical, width)
     if num_logical <= 0:
         return None
     num_physical = max(given or 0, num_logical + num_redundant)

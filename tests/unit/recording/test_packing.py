@@ -51,7 +51,9 @@ def test_packed_run_of_a_thousand_steps_and_three_roles_is_under_sixty_files(rih
     for step in range(1, 1001):
         for role in ("a", "b", "c"):
             with rih.record(tmp_path, step=step, role=role):
-                npu.npu_grouped_matmul([x], [w], group_list=torch.tensor([1, 2, 0, 0]), group_list_type=1)
+                npu.npu_grouped_matmul(
+                    [x], [w], group_list=torch.tensor([1, 2, 0, 0]), group_list_type=1
+                )
         if step % 100 == 0:
             rih.flush()
     rih.flush()
