@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Modules in the shape that each version of vllm-ascend and MindSpeed-RL has (names, signatures, calls).
 
-They need no wheel, so they run everywhere; the real 0.11.0, 0.13.0 and 0.18.0 are run by tests/vllm. What is
-written here is what the versions have in common with their source as far as a hook can see it: where ``select_experts`` is bound, the order and the
-defaults of ``apply``'s parameters, where mask, profile flag and layer names are, which ids are random or
-physical. The arithmetic of the experts is left out: ``fused_experts`` keeps the ids that it is handed.
+They need no wheel, so they run everywhere; tests/vllm runs the real 0.11.0, 0.13.0 and 0.18.0. What is written
+here is what the versions have in common with their source as far as a hook can see it: where ``select_experts``
+is bound, the order and the defaults of ``apply``'s parameters, where mask, profile flag and layer names are,
+which ids are random or physical. The arithmetic of the experts is left out: ``fused_experts`` keeps the ids that
+it is handed.
 """
 
 from __future__ import annotations
