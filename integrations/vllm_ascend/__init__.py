@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from rl_insight_hooks.installer import Context
     from rl_insight_hooks.session import Session
 
-SUPPORTED = "0.9.1 to 0.26 and the routers of main (tested with 0.18.0)"
+SUPPORTED = "0.9.1 to 0.26 and the routers of main (tested with 0.11.0, 0.13.0, 0.18.0)"
 
 _PREFIXES = ("vllm_ascend", "mindspeed_rl")
 _SELECTORS = ("select_experts", "torchair_select_experts")
@@ -51,7 +51,7 @@ def install(ctx: Context) -> None:
 def refresh(ctx: Context) -> None:
     """Hook the methods of modules imported since the last time: quantisation schemes come with a model."""
     seam = seam_of(ctx.session)
-    runner.install(ctx.patcher, seam.steps)
+    runner.install(ctx.patcher, seam.steps, ctx.session.installer.reassert)
     looked_at = _looked_at.setdefault(ctx.session, set())
     for name in set(sys.modules) - looked_at:
         if not name.startswith((*_PREFIXES, _UPSTREAM_ROUTERS)):

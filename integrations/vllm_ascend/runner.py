@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from rl_insight_hooks import guard
@@ -89,14 +90,19 @@ class StepState:
         return numbers[-1][first_token:stop] < self._num_valid[device]
 
 
-def install(patcher: Patcher, steps: StepState) -> None:
-    """Hook the model runners that are imported."""
+def install(patcher: Patcher, steps: StepState, look_again: Callable[[], object]) -> None:
+    """Hook the model runners that are imported.
+
+    ``look_again`` is called once a model is loaded, before any graph is captured: quantisation schemes are
+    imported with the model, and a method that is hooked after the capture is not in the graph.
+    """
     for module_name, class_name in RUNNERS:
         runner = getattr(sys.modules.get(module_name), class_name, None)
         if not isinstance(runner, type):
             continue
         for method in ("_dummy_run", "profile_run"):
             patcher.replace(runner, method, functools.partial(_dummy, steps))
+        patcher.replace(runner, "load_model", functools.partial(_load, look_again))
         if patcher.replace(runner, "execute_model", functools.partial(_execute, steps)):
             steps.hooked = True
 
@@ -110,6 +116,18 @@ def is_capturing(x: Any) -> bool:
     device_module = getattr(torch, x.device.type, None)
     ask = getattr(device_module, "is_current_stream_capturing", None)
     return ask is not None and bool(ask())
+
+
+def _load(look_again: Callable[[], object], original: Any, gate: Gate) -> Any:
+    @functools.wraps(original)
+    def load_model(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        if gate.live:
+            with guard.failsafe("vllm_ascend.load_model"):
+                look_again()
+        return result
+
+    return load_model
 
 
 def _dummy(steps: StepState, original: Any, gate: Gate) -> Any:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """vllm-ascend 0.9.1, 0.11, 0.13, main and MindSpeed-RL by class shapes (tests/support/moe_eras.py).
 
-Their wheels cannot stand beside torch 2.13; the real 0.18 is in tests/vllm. The truth of every test is a plain
-loop over the rows of the router's logits.
+They run without any wheel; the real 0.11.0, 0.13.0 and 0.18.0 are in tests/vllm. The truth of every test is a
+plain loop over the rows of the router's logits.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ import types
 import moe_eras
 import pytest
 import torch
-from moe_eras import NAME, by_order_a, counted, layer_object, logits, only_record, truth
+from moe_eras import NAME, by_order_a, by_order_b, counted, layer_object, logits, only_record, truth
 from torch.utils._python_dispatch import TorchDispatchMode
 
 # What makes the host wait for a device, or makes a shape that depends on data.
@@ -79,6 +79,39 @@ def test_nothing_waits_for_the_device(rih, world, tmp_path):
             assert ops.seen.count("scatter_add_") == 1
     _, record = only_record(tmp_path)
     assert record.counts == [5 * n for n in counted(given)]
+
+
+@truth("rollout: scheme imported with the model, before any region", "0.13 (class shapes)")
+def test_a_scheme_that_comes_with_the_model_is_hooked_before_a_capture(rih, world, tmp_path):
+    selector = world.module("vllm_ascend.ops.fused_moe.experts_selector", moe_eras.SELECTOR)
+    name = "vllm_ascend.quantization.methods.w8a8_dynamic"
+    source = moe_eras._0_11_SCHEME.replace("SELECTOR", selector.__name__)
+
+    class NPUModelRunner:
+        def load_model(self):
+            self.scheme = world.module(name, source).AscendW4A8DynamicFusedMoEMethod()
+            return "loaded"
+
+        def _dummy_run(self):
+            return None
+
+        def execute_model(self, scheduler_output):
+            return None
+
+    world.runner.NPUModelRunner = NPUModelRunner
+    own = dict(vars(NPUModelRunner))
+    rih.install(["vllm_ascend"])
+    engine = NPUModelRunner()
+    assert engine.load_model() == "loaded"
+    assert hasattr(type(engine.scheme).apply, "__rl_insight_hooks__")  # a capture may follow now
+    given = logits(5)
+    with rih.record(str(tmp_path), step=1, role="rollout"):
+        by_order_b(engine.scheme, layer_object(), given, enable_force_load_balance=False)
+    _, record = only_record(tmp_path)
+    assert record.counts == counted(given)
+    assert "(selector)" in record.seam
+    rih.uninstall()
+    assert dict(vars(NPUModelRunner)) == own
 
 
 @truth(

@@ -6,7 +6,6 @@ from __future__ import annotations
 import types
 
 import pytest
-
 from rl_insight_hooks.integrations.vllm_ascend.moe_layer import experts_of
 
 
