@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 from rl_insight_hooks import guard, topology
 from rl_insight_hooks.compiled import is_compiling
 from rl_insight_hooks.layers import num_experts_of, top_k_of
-from rl_insight_hooks.patching import Gate
-from rl_insight_hooks.schema import TOKENS_REPLICATED
+from rl_insight_hooks.patching import Gate, is_ours
+from rl_insight_hooks.schema import ID_PHYSICAL, TOKENS_REPLICATED
 from rl_insight_hooks.state import STATE
 from rl_insight_hooks.topology import Place
 
@@ -52,7 +52,20 @@ _STAMPS = {
         "capacity",
         "moe_expert_capacity_factor: tokens are dropped or padded, the sum is not tokens x top-k",
     ),
+    "fix_router": ("forced_routing", "fix_router (MindSpeed): ids are forced"),
+    "balanced_moe_experts": (
+        "placement",
+        "balanced_moe_experts (MindSpeed): hot experts are duplicated, columns are physical slots",
+    ),
+    "enable_expert_placement": (
+        "placement",
+        "enable_expert_placement (MindSpeed): experts are permuted, columns are physical slots",
+    ),
 }
+_PHYSICAL = ("balanced_moe_experts", "enable_expert_placement")
+
+# MindSpeed's moe_tp_extend_ep: tensor-parallel ranks own experts. (owners, which of them this rank is).
+_owner_grid: tuple[int, int] | None = None
 
 
 def install(ctx: Context) -> None:
@@ -66,7 +79,8 @@ def refresh(ctx: Context) -> None:
     experts = sys.modules.get(_EXPERTS)
     for name in _CLASSES:
         cls = getattr(experts, name, None)
-        if isinstance(cls, type) and "forward" in vars(cls):
+        # an inherited forward is hooked too, unless it is the hooked one: MindSpeed's classes have mixins
+        if isinstance(cls, type) and ("forward" in vars(cls) or not is_ours(cls.forward)):  # type: ignore[attr-defined]
             ctx.patcher.replace(
                 cls, "forward", functools.partial(_forward, ctx.recorder, f"megatron.{name}")
             )
@@ -74,31 +88,61 @@ def refresh(ctx: Context) -> None:
 
 def uninstall(ctx: Context) -> None:
     """Forget the place of this rank."""
+    global _owner_grid
+    _owner_grid = None
     topology.remove_provider("megatron")
 
 
 def _forward(recorder: Recorder, seam: str, original: Any, gate: Gate) -> Any:
+    import torch.utils.checkpoint
+
     state = STATE
     layers: weakref.WeakKeyDictionary[torch.nn.Module, Layer] = weakref.WeakKeyDictionary()
+    # a checkpoint's recompute may end by this exception in the middle of the experts: it is a pass all the same
+    stopped = getattr(torch.utils.checkpoint, "_StopRecomputationError", ())
+
+    def record(self: Any, layer: Layer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        try:
+            counts = args[1] if len(args) > 1 else kwargs["tokens_per_expert"]
+            rows = args[0] if args else kwargs["permuted_local_hidden_states"]
+            config = getattr(self, "config", None)
+            physical = any(getattr(config, name, False) for name in _PHYSICAL)
+            recorder.on_counts(
+                seam,
+                layer,
+                counts,
+                num_rows=rows.shape[0],
+                id_space=ID_PHYSICAL if physical else None,
+            )
+        except Exception:
+            guard.failed(seam)
 
     @functools.wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not (state.on and gate.live) or is_compiling():
             return original(self, *args, **kwargs)
-        state.claims += 1
-        try:
-            out = original(self, *args, **kwargs)
-        finally:
-            state.claims -= 1
+        layer = None
         try:
             layer = layers.get(self)
             if layer is None:
                 layer = layers[self] = _find_layer(recorder, self)
-            counts = args[1] if len(args) > 1 else kwargs["tokens_per_expert"]
-            rows = args[0] if args else kwargs["permuted_local_hidden_states"]
-            recorder.on_counts(seam, layer, counts, num_rows=rows.shape[0])
         except Exception:
             guard.failed(seam)
+        if layer is None:  # inner seams may speak
+            return original(self, *args, **kwargs)
+        outer, state.claimed = state.claimed, layer
+        state.claims += 1
+        try:
+            out = original(self, *args, **kwargs)
+        except stopped:
+            state.claims -= 1
+            record(self, layer, args, kwargs)
+            state.claims += 1
+            raise
+        finally:
+            state.claims -= 1
+            state.claimed = outer
+        record(self, layer, args, kwargs)
         return out
 
     return forward
@@ -124,7 +168,15 @@ def _find_layer(recorder: Recorder, experts: torch.nn.Module) -> Layer:
         for name, (stamp, text) in _STAMPS.items():
             if getattr(config, name, None):
                 recorder.stamps[stamp] = text
+        if getattr(config, "moe_tp_extend_ep", False):
+            _read_owner_grid(owner, layer.num_experts)
     return layer
+
+
+def _read_owner_grid(moe_layer: Any, num_experts: int) -> None:
+    global _owner_grid
+    owned = list(moe_layer.local_expert_indices)
+    _owner_grid = (num_experts // len(owned), owned[0] // len(owned))
 
 
 def _place(place: Place) -> None:
@@ -153,7 +205,9 @@ def _place(place: Place) -> None:
     ):
         setattr(parallel, f"{short}_rank", ask(f"get_{long}_rank"))
         setattr(parallel, f"{short}_size", ask(f"get_{long}_world_size"))
-    if (parallel.etp_size or 1) > 1:
+    if _owner_grid is not None:
+        parallel.ep_size, parallel.ep_rank = _owner_grid
+    elif (parallel.etp_size or 1) > 1:
         # every rank of an expert-tensor-parallel group is given the same tokens
         place.tokens_layout = TOKENS_REPLICATED
         edp = ask("get_expert_data_parallel_rank")

@@ -123,7 +123,8 @@ class Patcher:
         patch.replacement = _make(patch.factory, current, patch.gate)
         setattr(patch.owner, patch.name, patch.replacement)
         for namespace, name in patch.rebound:
-            if namespace.get(name) is old:
+            bound = namespace.get(name)
+            if bound is old or bound is current:  # who took us out may have done so here too
                 namespace[name] = patch.replacement
         _log.info("%s was replaced by somebody else; hooked again on top of it", patch.where)
         return True

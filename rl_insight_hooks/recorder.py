@@ -136,6 +136,8 @@ class Recorder:
         self.num_events += 1
         state = STATE
         if state.claims:
+            if state.claimed is not None and hasattr(group_list, "dim"):
+                setattr(group_list, _LAYER_TAG, state.claimed)  # its gradients come without a claim
             return
         if group_type == _WEIGHT_GROUP_TYPE:
             self._on_dw(seam, group_list, group_list_type)
@@ -335,7 +337,15 @@ class Recorder:
 
     # -- counts that a module was given ----------------------------------------------------------------
 
-    def on_counts(self, seam: str, layer: Layer, counts: Any, *, num_rows: int = 0) -> None:
+    def on_counts(
+        self,
+        seam: str,
+        layer: Layer,
+        counts: Any,
+        *,
+        num_rows: int = 0,
+        id_space: str | None = None,
+    ) -> None:
         """Record one pass of an experts module that was given its tokens per local expert.
 
         Args:
@@ -343,6 +353,7 @@ class Recorder:
             layer: from :attr:`layers`.
             counts: int tensor [E_local], or a list of ints.
             num_rows: rows of the module's input, 0 when unknown.
+            id_space: "physical" where the columns are slots, not experts.
         """
         import torch
 
@@ -358,7 +369,8 @@ class Recorder:
             counts = torch.tensor(list(counts), dtype=torch.int64)
         elif counts.is_floating_point():
             counts = counts.to(torch.int64)
-        slot = self._slot(layer, phase, FORM_COUNTS, seam, len(counts), len(counts), counts.device)
+        n = len(counts)
+        slot = self._slot(layer, phase, FORM_COUNTS, seam, n, n, counts.device, id_space=id_space)
         slot.buf.add_(counts)
         slot.num_calls += 1
         slot.num_passes += 1

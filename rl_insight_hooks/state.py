@@ -19,6 +19,7 @@ class State:
     Attributes:
         on: a region is active and wanted: hooks record.
         claims: how many outer seams speak for the layer pass under way; inner seams keep quiet then.
+        claimed: the layer of the innermost outer seam, for the gradients of inner calls; None where unknown.
         layer: the watched layer whose forward runs now, or None.
         armed: that layer's pass has not been counted yet.
         evaluating: the watched module is in eval mode inside a region that trains.
@@ -29,6 +30,7 @@ class State:
 
     __slots__ = (
         "armed",
+        "claimed",
         "claims",
         "compiled_unwatched",
         "evaluating",
@@ -46,6 +48,7 @@ class State:
         """Back to the state of a fresh process."""
         self.on = False
         self.claims = 0
+        self.claimed: Layer | None = None
         self.layer: Layer | None = None
         self.armed = False
         self.evaluating = False

@@ -103,19 +103,3 @@ def test_repatch_does_not_lose_us(rih, mindspeed, tmp_path):
         layer(mindspeed.npu_gmm_v2, COUNTS[0], cumulative=False)
     rih.flush()
     assert counts_by_layer(read(tmp_path, 1, "r")) == COUNTS[:1]
-
-
-@pytest.mark.truth(
-    scenario="direct callers of MindSpeed's loaded extension", seam="mindspeed.ops.gmm", version="its shape",
-    verdict="not covered",
-)  # fmt: skip
-def test_direct_callers_are_named(rih, mindspeed, tmp_path):
-    sys.modules["mindspeed.op_builder.builder"].MindSpeedOpBuilder._loaded_ops["grouped_matmul"] = (
-        object()
-    )
-    with rih.record(tmp_path, step=1, role="r"):
-        pass
-    rih.flush()
-    load = read(tmp_path, 1, "r")
-    assert load.records == []
-    assert any("C++ extension grouped_matmul" in note for note in load.notes)

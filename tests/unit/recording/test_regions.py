@@ -451,3 +451,23 @@ def test_no_session_code_needs_the_report():
         """
     )
     assert "rl_insight_hooks" in sys.modules
+
+
+def test_role_without_steps_is_written_at_flush_interval(rih, npu, tmp_path):
+    import time
+
+    settings = {"enable": True, "path": str(tmp_path), "role": "serve", "flush_interval": 0.1}
+    rih.enable({"rl_insight_hooks": settings})
+    layer_pass(A)
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        written = (tmp_path / "eplb_token_collects_0.json").exists() and every_load_file(tmp_path)
+        if written and counts_by_layer(read(tmp_path, None, "serve")) == [A]:
+            break
+        time.sleep(0.05)
+    assert counts_by_layer(read(tmp_path, None, "serve")) == [A]
+    assert collects(tmp_path)["0"] == {"0": 1, "1": 2, "2": 3, "3": 4}
+    layer_pass(B)  # weights of its own: another layer
+    rih.uninstall()
+    rih.flush()
+    assert counts_by_layer(read(tmp_path, None, "serve")) == [A, B]
