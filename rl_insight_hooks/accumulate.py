@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -231,6 +232,11 @@ def _call_records(calls: list[CallCounts], number_of: dict[Layer, int]) -> list[
     ]
 
 
+@functools.cache
+def _expert_keys(num_experts: int) -> tuple[str, ...]:
+    return tuple(map(str, range(num_experts)))
+
+
 class Collects:
     """Running total of forward counts of a process: ``eplb_token_collects_<rank>.json``.
 
@@ -268,18 +274,16 @@ class Collects:
 
     def as_json_dict(self) -> dict[str, dict[str, int]]:
         """Return {"layer": {"expert": tokens}}, base included."""
-        merged: dict[int, dict[int, int]] = {
-            layer: dict(counts) for layer, counts in self._base.items()
-        }
         ordered = sorted(
             self._totals,
             key=lambda lay: (lay.number if lay.number is not None else lay.serial, lay.serial),
         )
+        rows: dict[int, dict[str, int]] = {}
         for index, layer in enumerate(ordered):
-            row = merged.setdefault(index, {})
-            for expert, tokens in enumerate(self._totals[layer].tolist()):
-                row[expert] = row.get(expert, 0) + tokens
-        return {
-            str(layer): {str(expert): tokens for expert, tokens in sorted(row.items())}
-            for layer, row in sorted(merged.items())
-        }
+            tokens_E = self._totals[layer].tolist()
+            rows[index] = dict(zip(_expert_keys(len(tokens_E)), tokens_E, strict=True))
+        for index, base in self._base.items():
+            row = rows.get(index, {})
+            experts = sorted(base.keys() | set(map(int, row)))
+            rows[index] = {str(e): base.get(e, 0) + row.get(str(e), 0) for e in experts}
+        return {str(index): rows[index] for index in sorted(rows)}
