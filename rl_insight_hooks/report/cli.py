@@ -16,6 +16,7 @@ from rl_insight_hooks.report.collect.ray_argument import with_ray_address
 COMMANDS = {
     "summary": "The verdict as a table: worst layers, dead and hottest experts, trend.",
     "heatmap": "A picture: experts by layers, one block per step, role and rank.",
+    "html": "One page for a browser: verdict, heatmap, devices, trend, table.",
     "compare": "Two runs, roles or steps: how far apart the routing is.",
     "export": "A flat table (csv, json, parquet) or an msprobe tree.",
     "check": "What is missing, broken or inconsistent, by rule.",

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -101,6 +102,31 @@ class Devices:
                 "give --ep-size a divisor, or --map"
             )
         return device_load(load_LE, linear_placement(num_layers, num_experts, self.num_devices))
+
+
+def devices_of(
+    num_devices: int | None, expert_map: Path | None, num_experts: int
+) -> Devices | None:
+    """Return what ``--ep-size`` or ``--map`` says of devices; None where neither is given.
+
+    Raises:
+        UsageError: both are given, or the map cannot be read.
+    """
+    if num_devices is not None and expert_map is not None:
+        raise UsageError("--ep-size and --map both say where experts sit; give one")
+    if num_devices is not None:
+        return Devices(num_devices=num_devices)
+    if expert_map is None:
+        return None
+    from rl_insight_hooks.rebalance.formats import decode
+
+    try:
+        raw = expert_map.read_bytes()
+    except OSError as error:
+        raise UsageError(
+            f"--map {expert_map}: cannot be read ({error.strerror}); give an expert map"
+        ) from error
+    return Devices(placement=decode(raw, num_experts=num_experts))
 
 
 def summarize(table: LoadTable, devices: Devices | None = None) -> Summary:

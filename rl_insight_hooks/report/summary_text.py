@@ -24,7 +24,7 @@ def _role_lines(role: RoleSummary, num_layers: int) -> list[str]:
     lines = [
         f"{role.role}  ({role.phase}; {steps}; {role.num_layers} layers x {role.num_experts} experts; "
         f"{role.assignments:,} assignments)",
-        "  " + _verdict(role),
+        "  " + verdict_line(role),
     ]
     shown = role.layers[: num_layers or None]
     lines += ["  " + line for line in _table(shown, on_devices=role.num_devices is not None)]
@@ -37,11 +37,12 @@ def _role_lines(role: RoleSummary, num_layers: int) -> list[str]:
         hot = ", ".join(f"L{h.layer} E{h.expert} {h.over_mean:.1f}x" for h in role.hottest)
         lines.append(f"  hottest experts (tokens over the layer's mean): {hot}")
     if role.trend is not None:
-        lines.append("  " + _trend_line(role))
+        lines.append("  " + trend_line(role))
     return lines
 
 
-def _verdict(role: RoleSummary) -> str:
+def verdict_line(role: RoleSummary) -> str:
+    """Return the verdict on a role in one sentence."""
     if role.max_over_mean is None:
         return "no token was routed"
     where = f"{role.num_devices} devices" if role.num_devices else "experts"
@@ -92,7 +93,8 @@ def _percentiles(role: RoleSummary) -> str:
     return "max/mean over layers: " + ", ".join(parts)
 
 
-def _trend_line(role: RoleSummary) -> str:
+def trend_line(role: RoleSummary) -> str:
+    """Return the trend of a role in one sentence; it needs ``role.trend``."""
     t = role.trend or {}
     line = f"trend of max/mean (mean over layers): {_cell(t['first'])} -> {_cell(t['last'])}"
     if t["turned_at"] is not None:

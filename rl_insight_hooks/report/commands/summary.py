@@ -50,7 +50,7 @@ def summary(
     """Judge the load: worst layers first, dead and hottest experts, trend, what an even load would save."""
     import sys
 
-    from rl_insight_hooks.errors import ThresholdExceededError, UsageError
+    from rl_insight_hooks.errors import ThresholdExceededError
     from rl_insight_hooks.report.load import load
     from rl_insight_hooks.report.speak import (
         fail_if_incomplete,
@@ -58,12 +58,15 @@ def summary(
         say_findings,
         write_json_line,
     )
-    from rl_insight_hooks.report.summary import Devices, exceeded, parse_thresholds, summarize
+    from rl_insight_hooks.report.summary import (
+        devices_of,
+        exceeded,
+        parse_thresholds,
+        summarize,
+    )
     from rl_insight_hooks.report.summary_text import summary_lines
 
     limits = parse_thresholds(fail_above or [])
-    if ep_size is not None and placement is not None:
-        raise UsageError("--ep-size and --map both say where experts sit; give one")
     with progress_on_terminal("reading") as progress:
         table = load(
             data,
@@ -79,11 +82,7 @@ def summary(
             gmm_per_layer=gmm_per_layer,
             progress=progress,
         )
-    devices = Devices(num_devices=ep_size)
-    if placement is not None:
-        from rl_insight_hooks.rebalance.formats import decode
-
-        devices = Devices(placement=decode(placement.read_bytes(), num_experts=table.num_experts))
+    devices = devices_of(ep_size, placement, table.num_experts)
     found = summarize(table, devices)
     if json:
         write_json_line(found)

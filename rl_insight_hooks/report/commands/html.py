@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``rl-insight-report html``: the load as one page for a browser."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def html(
+    data: Annotated[
+        list[Path],
+        typer.Argument(help="Files or folders; formats are recognised.", metavar="DATA..."),
+    ],
+    output: Annotated[
+        Path,
+        typer.Option("--output", "-o", help="page.html, or a folder for moe_load.html."),
+    ] = Path("moe_load.html"),
+    step: Annotated[str | None, typer.Option("--step", help="Steps: 1,3-7.")] = None,
+    role: Annotated[str | None, typer.Option("--role", help="Roles: a,b.")] = None,
+    rank: Annotated[
+        str | None,
+        typer.Option("--rank", help="Ranks: 0,1 or all; default: all while they are few."),
+    ] = None,
+    layer: Annotated[str | None, typer.Option("--layer", help="Layers: 0,3-7.")] = None,
+    phase: Annotated[
+        str | None,
+        typer.Option("--phase", help="Phases; default: forward (what speaks for a role)."),
+    ] = None,
+    ep_size: Annotated[
+        int | None,
+        typer.Option("--ep-size", "--num-npus", help="Devices: judge them too, experts in a row."),
+    ] = None,
+    placement: Annotated[
+        Path | None, typer.Option("--map", help="An expert map: judge the devices under it.")
+    ] = None,
+    title: Annotated[str | None, typer.Option("--title", help="Heading of the page.")] = None,
+    aggregate: Annotated[
+        str, typer.Option("--aggregate", help="Over merged ranks: auto, sum, max or one-rank.")
+    ] = "auto",
+    gmm_per_layer: Annotated[
+        int | None, typer.Option("--gmm-per-layer", help="msprobe: calls of one layer pass.")
+    ] = None,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Stop at the first file that cannot be read.")
+    ] = False,
+    jobs: Annotated[int, typer.Option("--jobs", "-j", help="Processes that read.")] = 1,
+    json: Annotated[
+        bool, typer.Option("--json", help="Say on stdout, as JSON, what was written.")
+    ] = False,
+) -> None:
+    """Write one self-contained page: verdict, heatmap, devices, trend, table; opens without a network."""
+    from rl_insight_hooks.errors import UsageError
+    from rl_insight_hooks.report.heatmap_data import headline_only
+    from rl_insight_hooks.report.load import load
+    from rl_insight_hooks.report.page import data as page_data
+    from rl_insight_hooks.report.page.write import write
+    from rl_insight_hooks.report.speak import (
+        fail_if_incomplete,
+        progress_on_terminal,
+        say_findings,
+        write_json_line,
+    )
+    from rl_insight_hooks.report.summary import devices_of
+
+    with progress_on_terminal("reading") as progress:
+        table = load(
+            data,
+            steps=step,
+            roles=role,
+            ranks=rank,
+            layers=layer,
+            phases=phase,
+            merge_ranks=False,
+            strict=strict,
+            jobs=jobs,
+            gmm_per_layer=gmm_per_layer,
+            ep_size=ep_size,
+            progress=progress,
+        )
+    if phase is None:
+        table = headline_only(table)
+    if table.num_rows == 0:
+        raise UsageError(
+            "nothing to show: no rows are left by --step, --role, --rank, --layer and --phase"
+        )
+    devices = devices_of(ep_size, placement, table.num_experts)
+    page = page_data.build(
+        table, title=title or "MoE expert load", devices=devices, aggregate=aggregate
+    )
+    file = write(page, output)
+    say_findings(table.problems, table.assumptions)
+    if json:
+        write_json_line(
+            {"file": str(file), "num_bytes": file.stat().st_size, "notes": page.head["notes"]}
+        )
+    else:
+        print(file)
+    fail_if_incomplete(table.problems)
