@@ -8,12 +8,13 @@ matches; pip takes a CPU build of it where one lies on the machine.
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from pathlib import Path
 
 import nox
 
-nox.options.sessions = ["lint", "unit", "wheel", "npu", "megatron", "vllm", "ray", "ssh"]
+nox.options.sessions = ["lint", "unit", "wheel", "browser", "npu", "megatron", "vllm", "ray", "ssh"]
 nox.options.reuse_existing_virtualenvs = True
 nox.options.error_on_missing_interpreters = False
 
@@ -46,7 +47,30 @@ def unit(session: nox.Session) -> None:
     session.install(TORCH)
     install_package(session)
     session.install(*TEST_DEPS, "pyarrow", "safetensors", "prometheus-client", "tensorboard")
+    session.install("plotly>=5.18")
     session.run("pytest", *session.posargs)
+
+
+@nox.session
+def browser(session: nox.Session) -> None:
+    """The HTML page in a real headless Chromium."""
+    if not has_chromium(session):
+        session.warn("SKIPPED: chromium and chromedriver are not here and cannot be installed")
+        return
+    session.install("-e", ".[html]", silent=True)
+    session.install("selenium>=4.20", *TEST_DEPS)
+    session.run("pytest", "tests/browser", *session.posargs)
+
+
+def has_chromium(session: nox.Session) -> bool:
+    """Return True when a Chromium and its driver are here, or could be installed (Debian, as root)."""
+    programs = ("chromium", "chromedriver")
+    if not all(map(shutil.which, programs)) and shutil.which("apt-get") and os.geteuid() == 0:
+        install = ["apt-get", "install", "-y", "-q", "chromium", "chromium-driver"]
+        codes = [0, *range(1, 256)]  # what counts is whether the programs are there then
+        session.run("apt-get", "update", "-q", external=True, silent=True, success_codes=codes)
+        session.run(*install, external=True, silent=True, success_codes=codes)
+    return all(map(shutil.which, programs))
 
 
 @nox.session

@@ -74,6 +74,8 @@ def test_py_typed_and_licence_are_there():
     files = {str(f) for f in importlib.metadata.files("rl-insight-hooks")}
     assert "rl_insight_hooks/py.typed" in files
     assert any(f.endswith("LICENSE") for f in files)
+    page = "rl_insight_hooks/report/page/page"
+    assert {f"{page}.html", f"{page}.css", f"{page}.js"} <= files
     assert not any(f.startswith(("tests/", "integrations/")) for f in files)
 
 
