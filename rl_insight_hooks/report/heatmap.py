@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import math
 import warnings
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import matplotlib
 import numpy as np
+import PIL.Image
 from matplotlib import font_manager
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.cm import ScalarMappable
@@ -129,9 +131,23 @@ def draw(
             )
             figure = _figure(drawn, style, top, part)
             file.parent.mkdir(parents=True, exist_ok=True)
-            figure.savefig(file, dpi=style.dpi)
+            _save(figure, file, style.dpi)
             files.append(file)
     return files, notes
+
+
+def _save(figure: Figure, file: Path, dpi: int) -> None:
+    if file.suffix.lower() != ".png":
+        figure.savefig(file, dpi=dpi)
+        return
+    # as savefig does, but without the alpha of a white figure and with the fast kind of compression:
+    # half the time, about the same size
+    figure.set_dpi(dpi)
+    canvas: Any = FigureCanvasAgg(figure)
+    canvas.draw()
+    rgb = np.ascontiguousarray(np.asarray(canvas.buffer_rgba())[:, :, :3])
+    image = PIL.Image.fromarray(rgb)
+    image.save(file, "png", dpi=(dpi, dpi), compress_type=zlib.Z_RLE, compress_level=1)
 
 
 def output_file(output: Path) -> Path:

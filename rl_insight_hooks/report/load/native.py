@@ -156,10 +156,12 @@ def block_of(
 def _layers_of_earlier_stages(load_file: Any, context: ReadContext) -> int:
     """Return what to add to layer numbers that count from 0 on every pipeline stage."""
     stage, num_stages = load_file.parallel.pp_rank, load_file.parallel.pp_size
+    if not stage or not num_stages or not 0 < stage < num_stages <= MAX_RANKS:
+        return 0
     layers: set[int] = {
         r.layer for r in load_file.records if r.layer_source == schema.LAYER_FROM_CALL_ORDER
     }
-    if not stage or not num_stages or not layers or not 0 < stage < num_stages <= MAX_RANKS:
+    if not layers:
         return 0
     context.assume(
         "layers are numbered by call order on each pipeline stage: the stages before are taken to have as many "
