@@ -15,13 +15,14 @@ from pathlib import Path
 REPO = Path(__file__).resolve().parents[1]
 PAGE = REPO / "docs/truth.md"
 KEYS = ("scenario", "seam", "version", "verdict")
-VERDICTS = ("exact", "marked", "not covered")
+VERDICTS = ("exact", "marked", "not covered", "not run")
 
 HEAD = """# What is exact, what is marked
 
 Made by `tools/make_truth.py` from the tests' own list: every row is a test whose right counts are computed
 independently of the recorder. **exact**: equal to that truth. **marked**: right as far as it goes; the file says what
-may be wrong. **not covered**: nothing is recorded, and the file says so.
+may be wrong. **not covered**: nothing is recorded, and the file says so. **not run**: the test is there, but no
+machine at hand had the device that it needs.
 
 """
 
