@@ -3,17 +3,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.metadata
 import importlib.util
 import platform
+import re
 import sys
+import textwrap
 from dataclasses import dataclass, field
 
 from rl_insight_hooks import envs
 from rl_insight_hooks._version import __version__
 from rl_insight_hooks.installer import INTEGRATIONS, TARGETS
-from rl_insight_hooks.patching import chain_of
+from rl_insight_hooks.patching import Patch, chain_of
 
 # Distributions whose version matters, by the name on the package index.
 _DISTRIBUTIONS = (
@@ -35,12 +38,18 @@ _DISTRIBUTIONS = (
 )
 
 
+_WIDTH = 110
+# Links of a chain that are no other tool: ours, and torch's own decorators (no_grad, inference_mode).
+_NO_TOOLS = frozenset({"rl_insight_hooks", "torch", "builtins", "functools", "contextlib"})
+
+
 @dataclass(slots=True)
 class Hook:
     """One hooked attribute and who stands on it, outermost first."""
 
     where: str
     chain: list[str]
+    others: list[str]  # links of the chain that are neither ours nor of the library itself
 
 
 @dataclass(slots=True)
@@ -49,9 +58,12 @@ class Integration:
 
     name: str
     supported: str
-    state: str  # "hooked", "ready" or "absent"
+    state: str  # "hooked", "ready", "failed" or "absent"
     reason: str
     hooks: list[Hook] = field(default_factory=list)
+    not_imported: dict[str, str] = field(
+        default_factory=dict
+    )  # target -> why it does not import here
     uncovered: list[str] = field(default_factory=list)
 
 
@@ -73,35 +85,36 @@ def diagnose(*, import_targets: bool = True) -> Diagnosis:
     """Return what would be hooked in this environment; hooks are taken out again.
 
     Args:
-        import_targets: import the top-level packages of installed targets first (slow, but then what a run
-            would see is seen). A package that fails to import is named with its error.
+        import_targets: import the modules of installed targets first (slow, but then what a run would see is
+            seen). One that fails to import is named with its error. What they print goes to stderr.
     """
     from rl_insight_hooks.session import get_session
 
-    errors = _import_targets() if import_targets and not envs.switched_off() else {}
-    session = get_session()
-    was_installed = session.installer.installed
-    if not was_installed and not envs.switched_off():
-        session.installer.install()
-    found = [_integration(name, errors) for name in INTEGRATIONS]
-    uncovered = session.installer.uncovered()
-    hooks = [Hook(p.where, chain_of(p.owner, p.name)) for p in session.installer.patcher.patches]
-    for integration in found:
-        integration.hooks = [h for h in hooks if _belongs(h.where, integration.name)]
-        if integration.hooks:
-            integration.state, integration.reason = "hooked", ""
-    if found and uncovered:
-        found[0].uncovered = uncovered
-    others = sorted(
-        {link for h in hooks for link in h.chain[:-1] if not link.startswith("rl_insight_hooks")}
-    )
+    is_off = envs.switched_off()
+    errors = _import_targets() if import_targets and not is_off else {}
+    installer = get_session().installer
+    was_installed = installer.installed
+    if not was_installed and not is_off:
+        installer.install()
+        installer.reassert()  # as a region does at its begin: what came with the imports is hooked too
+    uncovered = installer.uncovered()
+    hooks: dict[str, list[Hook]] = {name: [] for name in INTEGRATIONS}
+    for patch in installer.patcher.patches:
+        hooks[_integration_of(patch)].append(_hook(patch))
+    found = [
+        _integration(name, hooks[name], errors, installer.reasons.get(name, ""))
+        for name in INTEGRATIONS
+    ]
+    if uncovered:
+        next((i for i in found if i.hooks), found[0]).uncovered = uncovered
+    others = sorted({link for of_one in hooks.values() for hook in of_one for link in hook.others})
     if not was_installed:
-        session.installer.uninstall()
+        installer.uninstall()
     return Diagnosis(
         version=__version__,
         python=platform.python_version(),
         machine=f"{platform.system()} {platform.machine()}",
-        switched="off" if envs.switched_off() else "on" if envs.switched_on() else "by code",
+        switched="off" if is_off else "on" if envs.switched_on() else "by code",
         config_path=envs.config_path(),
         versions=_versions(),
         integrations=found,
@@ -111,46 +124,84 @@ def diagnose(*, import_targets: bool = True) -> Diagnosis:
 
 def lines(found: Diagnosis) -> list[str]:
     """Return the diagnosis as text."""
+    versions = ", ".join(f"{name} {version}" for name, version in found.versions.items())
     out = [
         f"rl-insight-hooks {found.version}, Python {found.python}, {found.machine}",
         f"switched {found.switched} (RL_INSIGHT_HOOKS); settings: {found.config_path or 'none named'}",
-        "",
-        "versions: " + ", ".join(f"{name} {version}" for name, version in found.versions.items()),
+        *_wrapped("versions: ", versions),
         "",
     ]
     width = max(len(i.name) for i in found.integrations)
     for integration in found.integrations:
-        line = f"{integration.name.ljust(width)}  {integration.state:<7}"
-        if integration.hooks:
-            line += f" {len(integration.hooks)} places"
-        if integration.reason:
-            line += f" {integration.reason}"
-        out.append(f"{line}  [supports {integration.supported}]" if integration.supported else line)
-        for hook in integration.hooks:
-            out.append(f"  {hook.where}: {' -> '.join(hook.chain)}")
-        out += [f"  not covered here: {text}" for text in integration.uncovered]
+        said = f"{len(integration.hooks)} places" if integration.hooks else integration.reason
+        out += _wrapped(f"{integration.name.ljust(width)}  {integration.state:<7} ", said)
+        if integration.supported:
+            out.append(f"  supports {integration.supported}")
+        out += _hook_lines(integration.hooks)
+        for target, why in integration.not_imported.items():
+            out += _wrapped(f"  does not import here: {target}: ", why)
+        for text in integration.uncovered:
+            out += _wrapped("  not covered here: ", text)
     if found.tools_on_attributes:
-        out += [
-            "",
-            f"other tools stand on hooked attributes: {', '.join(found.tools_on_attributes)}",
-        ]
+        tools = ", ".join(found.tools_on_attributes)
+        out += ["", *_wrapped("other tools stand on hooked attributes: ", tools)]
     return out
 
 
+def _hook_lines(hooks: list[Hook]) -> list[str]:
+    """Return one line an owner, and one for each attribute that another tool stands on too."""
+    names: dict[str, list[str]] = {}
+    for hook in hooks:
+        owner, _, name = hook.where.rpartition(".")
+        names.setdefault(owner, []).append(name)
+    out = []
+    for owner, of_owner in sorted(names.items()):
+        out += _wrapped(f"  {owner}: ", ", ".join(of_owner))
+    for hook in hooks:
+        if hook.others:
+            out.append(f"  also on {hook.where}, outermost first:")
+            out += [f"    {link}" for link in hook.chain]
+    return out
+
+
+def _wrapped(head: str, text: str) -> list[str]:
+    return textwrap.wrap(
+        head + text,
+        _WIDTH,
+        subsequent_indent=" " * (len(head) if len(head) < _WIDTH // 2 else 4),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
 def _import_targets() -> dict[str, str]:
-    errors = {}
-    for top in sorted(
-        {target.partition(".")[0] for targets in TARGETS.values() for target in targets}
-    ):
-        if not _is_there(top):
-            continue
-        try:
-            importlib.import_module(top)
-        except Exception as error:
-            errors[top] = (
-                f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-            )
+    """Import every target that is there; return why those that fail do, by name."""
+    errors: dict[str, str] = {}
+    with contextlib.redirect_stdout(sys.stderr):
+        for targets in TARGETS.values():
+            for target in targets:
+                top = target.partition(".")[0]
+                if _is_there(top) and top not in errors:
+                    for module in (top, target):
+                        why = _import_error(module)
+                        if why is not None:
+                            errors[module] = why
+                            break
     return errors
+
+
+def _import_error(name: str) -> str | None:
+    """Import ``name``; return why that failed, or None: it did not, or this version has no such module."""
+    try:
+        importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and f"{name}.".startswith(f"{error.name}."):
+            return None
+        return str(error)
+    except (Exception, SystemExit) as error:
+        first_line = str(error).strip().partition("\n")[0]
+        return f"{type(error).__name__}: {first_line}"
+    return None
 
 
 def _is_there(top: str) -> bool:
@@ -158,26 +209,55 @@ def _is_there(top: str) -> bool:
     return top in sys.modules or importlib.util.find_spec(top) is not None
 
 
-def _integration(name: str, errors: dict[str, str]) -> Integration:
-    from rl_insight_hooks.session import get_session
+def _integration(name: str, hooks: list[Hook], errors: dict[str, str], problem: str) -> Integration:
+    tops = list(dict.fromkeys(target.partition(".")[0] for target in TARGETS[name]))
+    there = [top for top in tops if _is_there(top)]
+    is_imported = any(target in sys.modules for target in TARGETS[name])
+    broken = {target: errors[target] for target in (*there, *TARGETS[name]) if target in errors}
+    module = importlib.import_module(INTEGRATIONS[name]) if is_imported or hooks else None
+    found = Integration(name, getattr(module, "SUPPORTED", ""), "hooked", problem, hooks, broken)
+    if hooks:
+        return found
+    if not there:
+        found.state, found.reason = "absent", f"{tops[0]} is not installed here"
+    elif problem:
+        found.state = "failed"
+    elif set(there) <= set(errors):
+        found.state = "failed"
+        found.reason = f"{there[0]} does not import here: {errors[there[0]]}"
+        found.not_imported = {}
+    elif broken:
+        found.state, found.reason = "failed", "what it hooks does not import here"
+    elif envs.switched_off():
+        found.state, found.reason = "ready", "but RL_INSIGHT_HOOKS=0 forbids it"
+    elif is_imported:
+        found.state, found.reason = "ready", f"this version of {there[0]} has nothing to hook"
+    else:
+        found.state = "ready"
+        found.reason = f"hooks {there[0]} as soon as its modules are imported"
+    return found
 
-    top = TARGETS[name][0].partition(".")[0]
-    if top in errors:
-        return Integration(name, "", "absent", f"{top} does not import here: {errors[top]}")
-    if not _is_there(top):
-        return Integration(name, "", "absent", f"{top} is not installed here")
-    reason = get_session().installer.reasons.get(name)
-    supported = ""
-    if any(target in sys.modules for target in TARGETS[name]):
-        supported = getattr(importlib.import_module(INTEGRATIONS[name]), "SUPPORTED", "")
-    waits = f"waits for the import of {' or '.join(TARGETS[name])}"
-    return Integration(name, supported, "ready", reason or waits)
+
+def _hook(patch: Patch) -> Hook:
+    """Return the chain on one attribute; what the package of its owner put there is no other tool."""
+    chain = chain_of(patch.owner, patch.name)
+    mro = patch.owner.__mro__ if isinstance(patch.owner, type) else ()
+    own = {patch.owner_path.partition(".")[0], *(c.__module__.partition(".")[0] for c in mro)}
+    tops = [re.split(r"[. ]", link, maxsplit=1)[0] for link in chain]
+    others = [
+        link
+        for link, top in zip(chain, tops, strict=True)
+        if top not in own and top not in _NO_TOOLS
+    ]
+    return Hook(f"{patch.owner_path}.{patch.name}", chain, others)
 
 
-def _belongs(where: str, name: str) -> bool:
-    return where.replace("torch.ops.npu", "torch_npu").startswith(f"{name}.") or (
-        name == "torch_npu" and where.startswith("npu.")
-    )
+def _integration_of(patch: Patch) -> str:
+    """Return who replaced it; what came late, outside an install, belongs to its owner's package."""
+    if patch.integration in INTEGRATIONS:
+        return patch.integration
+    top = patch.owner_path.partition(".")[0]
+    return top if top in INTEGRATIONS else "mindspeed"
 
 
 def _versions() -> dict[str, str]:

@@ -12,9 +12,11 @@ An integration is a module with::
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import logging
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -140,7 +142,8 @@ class Installer:
             if module is None:
                 module = importlib.import_module(INTEGRATIONS[name])
                 self._modules[name] = module
-            module.install(self.context)
+            with self._replacing(name):
+                module.install(self.context)
             self.patcher.rebind()
         except Exception as error:
             self.reasons[name] = f"{type(error).__name__}: {error}"
@@ -151,6 +154,15 @@ class Installer:
             return error
         self.reasons.pop(name, None)
         return None
+
+    @contextlib.contextmanager
+    def _replacing(self, name: str) -> Iterator[None]:
+        """What is replaced within the block belongs to the integration ``name``."""
+        before, self.patcher.integration = self.patcher.integration, name
+        try:
+            yield
+        finally:
+            self.patcher.integration = before
 
     def _wait_for(self, name: str) -> None:
         """Ask to be called when a target is imported. The hook never raises and imports no target."""
@@ -177,7 +189,8 @@ class Installer:
                 if name in self._modules:
                     refresh = getattr(self._modules[name], "refresh", None)
                     if refresh is not None:
-                        refresh(self.context)
+                        with self._replacing(name):
+                            refresh(self.context)
                 elif name not in self.reasons and any(t in sys.modules for t in TARGETS[name]):
                     self._install_one(name)  # put into sys.modules without an import
             overwritten = self.patcher.reassert()

@@ -8,6 +8,7 @@ takes a proxy round an operator for the operator itself, and the counts would be
 from __future__ import annotations
 
 import logging
+import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +20,9 @@ _log = logging.getLogger(__name__)
 MARK = "__rl_insight_hooks__"  # attribute of every replacement of ours: its Gate
 
 _ABSENT: Any = object()
+_PYBIND = re.compile(
+    r"pybind11_detail_\w+\."
+)  # what pybind11 puts before the names of its functions
 
 
 @dataclass(slots=True, eq=False)
@@ -44,12 +48,20 @@ class Patch:
     gate: Gate
     rebound: list[tuple[dict[str, Any], str]] = field(default_factory=list)
     rebind_prefixes: tuple[str, ...] | None = None
+    integration: str = ""  # who replaced it
 
     @property
     def where(self) -> str:
         """Readable place, e.g. ``torch_npu.npu_grouped_matmul``."""
         owner_name = getattr(self.owner, "__name__", type(self.owner).__name__)
         return f"{owner_name}.{self.name}"
+
+    @property
+    def owner_path(self) -> str:
+        """The owner with its module, e.g. ``verl.utils.tracking.Tracking``."""
+        if isinstance(self.owner, type):
+            return f"{self.owner.__module__}.{self.owner.__qualname__}"
+        return self.where.removesuffix(f".{self.name}")
 
 
 class Patcher:
@@ -58,6 +70,7 @@ class Patcher:
     def __init__(self) -> None:
         self._patches: list[Patch] = []
         self._scanned: set[str] = set()
+        self.integration = ""  # the integration that replaces now; noted in its patches
 
     @property
     def patches(self) -> tuple[Patch, ...]:
@@ -96,6 +109,7 @@ class Patcher:
         replacement = _make(factory, current, gate)
         patch = Patch(owner, name, factory, raw, current, replacement, gate)
         patch.rebind_prefixes = tuple(rebind) if rebind is not None else None
+        patch.integration = self.integration
         setattr(owner, name, replacement)
         self._patches.append(patch)
         self._scanned.clear()
@@ -198,12 +212,21 @@ def is_ours(function: Any) -> bool:
 
 
 def chain_of(owner: Any, name: str) -> list[str]:
-    """Return who stands on ``owner.name``, outermost first, as far as ``__wrapped__`` tells; for doctor."""
+    """Return who stands on ``owner.name``, outermost first, as far as ``__wrapped__`` tells; for doctor.
+
+    A link is named by the module that its code is from: ``functools.wraps`` lends it the name of what it wraps.
+    """
     chain: list[str] = []
     current = getattr(owner, name, None)
     while current is not None and len(chain) < 32:
-        module = getattr(current, "__module__", None) or type(current).__module__
-        label = f"{module}.{getattr(current, '__qualname__', type(current).__qualname__)}"
+        code = getattr(current, "__code__", None)
+        if code is None:
+            module = getattr(current, "__module__", None) or type(current).__module__
+            name_here = getattr(current, "__qualname__", type(current).__qualname__)
+        else:
+            module = getattr(current, "__globals__", {}).get("__name__", current.__module__)
+            name_here = getattr(code, "co_qualname", code.co_name)  # before 3.11 the bare name
+        label = f"{module}.{_PYBIND.sub('', name_here).replace('.<locals>', '')}"
         if is_ours(current):
             gate: Gate = getattr(current, MARK)
             label = f"rl_insight_hooks ({'live' if gate.live else 'passed on'})"

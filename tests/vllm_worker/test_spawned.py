@@ -3,17 +3,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-
-HERE = Path(__file__).resolve().parent
-REPO = HERE.parents[1]
 
 _MAIN = """
 import json, multiprocessing, sys
@@ -31,31 +25,17 @@ if __name__ == "__main__":
 
 
 @pytest.fixture
-def spawn(tmp_path):
-    missing = [
-        n for n in ("vllm", "vllm_ascend", "torch_npu") if importlib.util.find_spec(n) is None
-    ]
-    if missing:
-        pytest.skip(f"not installed: {', '.join(missing)} (tests/vllm_worker/requirements.txt)")
-
+def spawn(npu_env, tmp_path):
     def run(**env):
-        full = {k: v for k, v in os.environ.items() if not k.startswith("RL_INSIGHT_HOOKS")}
-        full |= {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "PYTHONPATH": str(HERE)} | env
-        probe = [sys.executable, "-c", "import torch_npu"]
-        if subprocess.run(probe, env=full, capture_output=True).returncode:
-            stubs, make = tmp_path / "stubs", REPO / "tools/make_npu_stubs.py"
-            if (
-                not make.exists()
-                or subprocess.run([sys.executable, make, stubs], env=full).returncode
-            ):
-                pytest.skip(
-                    "torch_npu does not import here, and tools/make_npu_stubs.py made no stubs"
-                )
-            full["LD_LIBRARY_PATH"] = str(stubs)
         script = tmp_path / "main.py"
         script.write_text(_MAIN)
         done = subprocess.run(
-            [sys.executable, script], env=full, capture_output=True, text=True, timeout=240
+            [sys.executable, script],
+            env=npu_env | env,
+            capture_output=True,
+            text=True,
+            timeout=240,
+            cwd=tmp_path,
         )
         assert done.returncode == 0, done.stderr[-4000:]
         return json.loads(done.stdout.strip().splitlines()[-1])
