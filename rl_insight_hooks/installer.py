@@ -42,6 +42,9 @@ INTEGRATIONS: dict[str, str] = {
     "verl": "rl_insight_hooks.integrations.verl",
 }
 
+# Integrations that tell stages, steps and topology and count nothing themselves.
+_OF_FRAMEWORKS = frozenset({"verl", "vllm_worker", "mindspeed_rl"})
+
 # install() runs when one of these is imported; here, so that no integration is imported to know it.
 TARGETS: dict[str, tuple[str, ...]] = {
     "torch_npu": ("torch_npu",),
@@ -142,7 +145,7 @@ class Installer:
             if module is None:
                 module = importlib.import_module(INTEGRATIONS[name])
                 self._modules[name] = module
-            with self._replacing(name):
+            with self.replacing(name):
                 module.install(self.context)
             self.patcher.rebind()
         except Exception as error:
@@ -156,7 +159,7 @@ class Installer:
         return None
 
     @contextlib.contextmanager
-    def _replacing(self, name: str) -> Iterator[None]:
+    def replacing(self, name: str) -> Iterator[None]:
         """What is replaced within the block belongs to the integration ``name``."""
         before, self.patcher.integration = self.patcher.integration, name
         try:
@@ -189,7 +192,7 @@ class Installer:
                 if name in self._modules:
                     refresh = getattr(self._modules[name], "refresh", None)
                     if refresh is not None:
-                        with self._replacing(name):
+                        with self.replacing(name):
                             refresh(self.context)
                 elif name not in self.reasons and any(t in sys.modules for t in TARGETS[name]):
                     self._install_one(name)  # put into sys.modules without an import
@@ -208,8 +211,10 @@ class Installer:
         return self.patcher.restore()
 
     def hooked(self) -> list[str]:
-        """Places that are hooked now."""
-        return [patch.where for patch in self.patcher.patches]
+        """Seams that are in place now: where calls are counted."""
+        return [
+            patch.where for patch in self.patcher.patches if patch.integration not in _OF_FRAMEWORKS
+        ]
 
     def uncovered(self) -> list[str]:
         """Known paths in use here that no hook can see."""

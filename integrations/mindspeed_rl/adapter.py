@@ -21,12 +21,14 @@ _STAMP = "mindspeed_rl_collector"
 
 def install(ctx: Context) -> None:
     """Hook the adapter's method, and what of vllm-ascend it stands on."""
-    vllm_ascend.install(ctx)
+    with ctx.session.installer.replacing("vllm_ascend"):
+        vllm_ascend.install(ctx)
 
 
 def refresh(ctx: Context) -> None:
     """Hook what came since; stamp the files while MindSpeed-RL's own collector is on beside us."""
-    vllm_ascend.refresh(ctx)
+    with ctx.session.installer.replacing("vllm_ascend"):
+        vllm_ascend.refresh(ctx)
     ask = getattr(sys.modules.get(flags.ADAPTER), "get_EPLB_args", None)
     if ask is not None and ask()[0] is True:
         ctx.recorder.stamps[_STAMP] = (

@@ -134,6 +134,143 @@ print(json.dumps(hasattr(torch_npu.npu_grouped_matmul, "__rl_insight_hooks__")))
     assert "Traceback" not in python.stderr
 
 
+_MANY_CALLS = """
+import json, logging, sys
+import verl
+import rl_insight_hooks.autoload as autoload
+for _ in range(3):
+    autoload.setup()
+    autoload.vllm_plugin()
+print(json.dumps(autoload.start()))
+"""
+
+
+def test_what_is_wrong_is_said_once_a_process(python, tmp_path):
+    (tmp_path / "site/verl.py").write_text("")
+    assert python(_MANY_CALLS, RL_INSIGHT_HOOKS_CONFIG="/not/there.yaml") is False
+    (line,) = python.stderr.splitlines()
+    assert line.startswith("rl_insight_hooks is off in this process: cannot read the configuration")
+    assert "/not/there.yaml" in line
+
+
+def test_that_it_is_on_is_said_once_with_the_folder(python, tmp_path):
+    (tmp_path / "site/verl.py").write_text("")
+    assert python(_MANY_CALLS, RL_INSIGHT_HOOKS="1", RL_INSIGHT_HOOKS_PATH="load") is True
+    (line,) = python.stderr.splitlines()
+    assert line == f"rl_insight_hooks is on in this process: expert load goes to {tmp_path}/load"
+
+
+def test_without_torch_npu_it_goes_on_and_says_so(python, tmp_path):
+    (tmp_path / "site/torch_npu.py").unlink()
+    (tmp_path / "site/verl.py").write_text("")
+    assert python(_MANY_CALLS, RL_INSIGHT_HOOKS="1") is True
+    (line,) = python.stderr.splitlines()
+    assert "torch_npu is not installed here, so no grouped matmul of training will be seen" in line
+    # and a file that stays empty says why: hooks of stages are no seam
+    code = """
+import json, sys, types
+verl = types.ModuleType("verl.workers.engine_workers")
+class TrainingWorker:
+    class config: model_type = "language_model"
+    def infer_batch(self, data): return "host"
+verl.TrainingWorker = TrainingWorker
+sys.modules[verl.__name__] = verl
+decorator = sys.modules["verl.single_controller.base.decorator"] = types.ModuleType("decorator")
+decorator.MAGIC_ATTR = "magic"
+decorator.Dispatch = decorator.Execute = types.SimpleNamespace(ONE_TO_ALL=0, ALL=0)
+import verl
+import rl_insight_hooks as rih
+out = TrainingWorker().infer_batch({})
+rih.flush()
+(path,) = __import__("pathlib").Path("expert_load").rglob("group_list.json")
+print(json.dumps([out, json.loads(path.read_bytes())["notes"]]))
+"""
+    out, (note,) = python(
+        "import rl_insight_hooks.autoload\n" + code, RL_INSIGHT_HOOKS="1", RL_INSIGHT_HOOKS_PATH=""
+    )
+    assert out == "host"
+    assert "nothing is hooked: no known library was imported in this process" in note
+
+
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        ("raise ImportError('libstdc++ is too old')", "libstdc++ is too old; is it installed"),
+        ("raise RuntimeError('broken build')", "the run goes on without it"),
+    ],
+)
+def test_a_broken_dependency_does_not_break_the_process(python, tmp_path, body, told):
+    (tmp_path / "site/msgspec.py").write_text(body)
+    (tmp_path / "site/verl.py").write_text("started = True")
+    code = _MANY_CALLS.replace("print(", "assert verl.started; print(")
+    assert python(code, RL_INSIGHT_HOOKS="1") is False
+    assert told in python.stderr
+    assert python.stderr.count("rl_insight_hooks is off in this process") == 1
+
+
+_AT_EVERY_LINE = """
+import json, linecache, sys
+import rl_insight_hooks.autoload as autoload
+from rl_insight_hooks import api, config, installer, session
+FILES = {m.__file__ for m in (autoload, api, config, installer, session)}
+class Injected(Exception): pass
+
+def carriers():
+    sys.modules.pop("verl", None)
+    sys.meta_path[:] = [f for f in sys.meta_path if type(f).__module__ != "rl_insight_hooks.autoload"]
+    autoload._started = False
+    autoload._told.clear()
+    session._session = None
+    autoload.setup()
+    import verl
+    autoload.vllm_plugin()
+    autoload.setup()
+    return verl.started
+
+def traced(target):
+    seen, raised = set(), []
+    def local(frame, event, arg):
+        if event == "line":
+            key = (frame.f_code.co_filename, frame.f_lineno)
+            seen.add(key)
+            if key == target and not raised:
+                raised.append(key)
+                raise Injected
+        return local
+    def tracer(frame, event, arg):
+        # `_tell_failure` is the guard's own last line of defence; it has a test below
+        if frame.f_code.co_filename in FILES and frame.f_code.co_name != "_tell_failure":
+            return local
+    sys.settrace(tracer)
+    try:
+        ok = carriers()
+    finally:
+        sys.settrace(None)
+    return ok, seen, raised
+
+_, lines, _ = traced(None)
+broke = []
+num = 0
+for target in sorted(lines):
+    try:
+        ok, _, raised = traced(target)
+    except Injected:
+        broke.append(linecache.getline(*target).strip())
+        continue
+    num += bool(raised)
+    assert ok
+print(json.dumps([num, broke]))
+"""
+
+
+def test_an_exception_at_any_line_of_ours_does_not_break_the_start(python, tmp_path):
+    (tmp_path / "site/verl.py").write_text("started = True")
+    num, broke = python(_AT_EVERY_LINE, RL_INSIGHT_HOOKS="1")
+    assert num > 100
+    # nothing of ours stands outside a try but its own line and the question that every import is asked
+    assert set(broke) <= {"try:", "if name not in FRAMEWORKS:", "return None"}
+
+
 def test_the_plugin_may_be_called_many_times(python):
     code = """
 import json

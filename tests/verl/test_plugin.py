@@ -3,7 +3,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+
+HERE = Path(__file__).resolve().parent
 
 # Prints our modules, what is hooked, and what stands on the meta path.
 _STATE = """
@@ -89,6 +93,18 @@ def test_a_wrong_setting_is_named_and_the_run_goes_on(python, tmp_path):
     assert "stpes" in python.stderr
     assert "did you mean rl_insight_hooks.steps" in python.stderr
     assert "Traceback" not in python.stderr
+
+
+def test_a_broken_installation_of_ours_is_one_line_and_verl_starts(python, tmp_path):
+    (tmp_path / "msgspec.py").write_text("raise ImportError('built for another Python')")
+    path = f"{tmp_path}:{HERE}"
+    for carrier in ({}, {"VERL_USE_EXTERNAL_MODULES": "rl_insight_hooks.autoload"}):
+        state = python(_STATE, RL_INSIGHT_HOOKS="1", PYTHONPATH=path, **carrier)
+        assert state["marked"] == []
+        assert state["op"]
+        lines = [line for line in python.stderr.splitlines() if "rl_insight_hooks" in line]
+        assert len(lines) == 1
+        assert "built for another Python" in lines[0]
 
 
 def test_uninstall_puts_back_the_identical_objects(python):

@@ -6,8 +6,11 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+HERE = Path(__file__).resolve().parent
 
 _MAIN = """
 import json, multiprocessing, sys
@@ -38,6 +41,7 @@ def spawn(npu_env, tmp_path):
             cwd=tmp_path,
         )
         assert done.returncode == 0, done.stderr[-4000:]
+        run.stderr = done.stderr
         return json.loads(done.stdout.strip().splitlines()[-1])
 
     return run
@@ -62,3 +66,28 @@ def test_off_the_worker_is_untouched(spawn, flag):
     assert (found["op"], found["apply"], found["worker"]) == (False, False, [])
     assert not found["set_step"]
     assert not found["session"]
+
+
+def test_a_broken_plugin_does_not_break_the_worker(spawn, tmp_path):
+    """Our dependency raises at import: vLLM's loader, which does not guard the call, and its worker go on."""
+    (tmp_path / "omegaconf.py").write_text("raise RuntimeError('broken build')")
+    (tmp_path / "on.yaml").write_text("rl_insight_hooks: {enable: true}")
+    found, exit_code = spawn(
+        RL_INSIGHT_HOOKS="1",
+        RL_INSIGHT_HOOKS_CONFIG=str(tmp_path / "on.yaml"),
+        PYTHONPATH=f"{tmp_path}:{HERE}",
+    )
+    assert exit_code == 0
+    assert found["platform"] == "NPUPlatform"
+    assert (found["op"], found["apply"], found["worker"]) == (False, False, [])
+    assert spawn.stderr.count("rl_insight_hooks is off in this process") == 1
+    assert "broken build" in spawn.stderr
+
+
+def test_a_wrong_path_of_the_settings_is_one_line(spawn):
+    found, exit_code = spawn(RL_INSIGHT_HOOKS_CONFIG="/not/there.yaml")
+    assert exit_code == 0
+    assert found["worker"] == []
+    lines = [line for line in spawn.stderr.splitlines() if "rl_insight_hooks" in line]
+    assert len(lines) == 1
+    assert "cannot read the configuration /not/there.yaml" in lines[0]
