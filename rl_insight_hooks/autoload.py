@@ -106,7 +106,10 @@ def start(settings: Mapping[str, object] | None = None) -> bool:
     return _started
 
 
-_NO_TORCH_NPU = "torch_npu is not installed here, so no grouped matmul of training will be seen (rl-insight-report doctor)"
+_NO_TORCH_NPU = (
+    "torch_npu is not installed here, so no grouped matmul of training will be seen "
+    "(rl-insight-report doctor)"
+)
 
 
 def _is_torch_npu_there() -> bool:
