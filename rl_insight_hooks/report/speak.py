@@ -14,6 +14,7 @@ from rl_insight_hooks.report.table import Problem
 
 _PROGRESS_AFTER_S = 0.5
 _PROGRESS_EVERY_S = 0.1
+_BAR_WIDTH = 24
 
 
 def finding_lines(problems: Sequence[Problem], assumptions: Sequence[str]) -> list[str]:
@@ -53,8 +54,10 @@ def write_json_line(value: Any) -> None:
 
 
 @contextlib.contextmanager
-def progress_on_terminal(what: str) -> Iterator[Callable[[int, int], None] | None]:
-    """Give a function that shows "what 12/40" on stderr; None where stderr is no terminal."""
+def progress_on_terminal(
+    what: str, unit: str = "files"
+) -> Iterator[Callable[[int, int], None] | None]:
+    """Give a function that shows "what [###...] 12/40 files" on stderr; None where stderr is no terminal."""
     if not sys.stderr.isatty():
         yield None
         return
@@ -67,7 +70,9 @@ def progress_on_terminal(what: str) -> Iterator[Callable[[int, int], None] | Non
         if now - started < _PROGRESS_AFTER_S or now - shown < _PROGRESS_EVERY_S:
             return
         shown = now
-        text = f"{what} {done}/{total} files"
+        filled = _BAR_WIDTH * done // max(total, 1)
+        bar = "#" * filled + "." * (_BAR_WIDTH - filled)
+        text = f"{what} [{bar}] {done}/{total} {unit}"
         width = max(width, len(text))
         sys.stderr.write("\r" + text.ljust(width))
         sys.stderr.flush()

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
@@ -201,3 +202,95 @@ def test_a_node_killed_in_the_middle_is_named_and_the_rest_is_complete(cluster, 
     there = tree(folders["2"])
     assert len(at_home) == bad.num_copied
     assert all(there[path] == data for path, data in at_home.items())
+
+
+def collect(cluster, *args):
+    """The command itself, in a process of its own."""
+    command = [sys.executable, "-m", "rl_insight_hooks.report.main", "collect", *map(str, args)]
+    return subprocess.Popen(
+        [*command, "--ray", cluster.cluster.address, "--json"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "RAY_ENABLE_RECORD_ACTOR_TASK_LOGGING": "0"},
+    )
+
+
+def living_slots() -> dict[str, str]:
+    return {
+        dict(where.labels)["slot"]: where.name
+        for where in list_nodes(ray)
+        if where.is_alive and "slot" in dict(where.labels)
+    }
+
+
+def test_the_command_with_a_task_that_fails(cluster, tmp_path):
+    """Where one node's folder cannot be read the others' files come, and the exit code says 4."""
+    good, bad = sorted(living_slots())[:2]
+    write_node(tmp_path / good, [0, 1], [1], world_size=4)
+    for slot in living_slots():
+        if slot not in (good, bad):
+            (tmp_path / slot).mkdir()
+    (tmp_path / bad).write_text("a file in place of the folder")
+    home = tmp_path / "home"
+    process = collect(cluster, f"{tmp_path}/{{label:slot}}", "-o", home)
+    _, stderr = process.communicate(timeout=120)
+    # the head has no such label: that is said before anything is copied
+    assert process.returncode == 2
+    assert "{label:slot}" in stderr
+    names = living_slots()
+    (tmp_path / _node_id(names[good])).symlink_to(tmp_path / good)
+    (tmp_path / _node_id(names[bad])).symlink_to(tmp_path / bad)
+    process = collect(cluster, f"{tmp_path}/{{node_id}}", "-o", home)
+    stdout, stderr = process.communicate(timeout=120)
+    assert process.returncode == 4, stderr
+    assert "Traceback" not in stderr
+    said = json.loads(stdout)
+    sources = {source["name"]: source for source in said["sources"]}
+    assert sources[names[bad]]["status"] == "failed"
+    assert "Not a directory" in sources[names[bad]]["message"]
+    assert sources[names[good]]["num_copied"] == 2
+    assert tree(home) == tree(tmp_path / good)
+
+
+def test_the_command_while_a_node_dies(cluster, tmp_path):
+    """End to end: a node killed in the middle, another dead before; each named, the rest whole, exit code 4."""
+    if "2" in living_slots():
+        cluster.kill(2)
+    dead_before = [where.name for where in list_nodes(ray) if not where.is_alive]
+    folders = node_folders(tmp_path)
+    victim = living_slots()["1"]
+    ranks = range(RANKS_PER_NODE, 2 * RANKS_PER_NODE)
+    for path in folders["1"].rglob("*.json"):  # 150 MB: it takes a while
+        path.write_bytes(path.read_bytes() + b" " * 480_000)
+    home = tmp_path / "home"
+    process = collect(cluster, f"{tmp_path}/{{node_id}}/load", "-o", home)
+    deadline = time.monotonic() + 120
+    while not any(
+        int(path.parent.name.removeprefix("rank")) in ranks
+        for path in home.glob(".collect-*.tmp/*/step_*/*/rank*/group_list.json")
+    ):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    cluster.kill(1)
+    stdout, stderr = process.communicate(timeout=240)
+    assert process.returncode == 4, stderr
+    assert "Traceback" not in stderr
+    said = json.loads(stdout)  # Ray's own words about the death are not in it
+    assert said["is_complete"] is False
+    assert said["dead_nodes"] == dead_before
+    sources = {source["name"]: source for source in said["sources"]}
+    bad = sources.pop(victim)
+    assert bad["status"] == "partial"
+    assert "died" in bad["message"]
+    assert 1 <= bad["num_copied"] < RANKS_PER_NODE * NUM_STEPS
+    assert {source["status"] for source in sources.values()} == {"ok", "empty"}
+    at_home = tree(home)
+    for slot in "03":
+        for path, data in tree(folders[slot]).items():
+            assert at_home.pop(path) == data
+    there = tree(folders["1"])
+    assert len(at_home) == bad["num_copied"]
+    assert all(there[path] == data for path, data in at_home.items())
+    assert f"ranks {2 * RANKS_PER_NODE}-" in said["problems"][0]["what"]  # those of the dead node

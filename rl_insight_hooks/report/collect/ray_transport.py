@@ -8,6 +8,8 @@ sides, and what came before a node died is kept.
 
 from __future__ import annotations
 
+import contextlib
+import io
 import logging
 import re
 import socket
@@ -52,6 +54,34 @@ class RayNode:
     labels: tuple[tuple[str, str], ...]
     name: str  # hostname, with the node id where two nodes have one
     is_alive: bool
+
+
+@contextlib.contextmanager
+def connected(address: str, *, ship_package: bool = False) -> Iterator[Any]:
+    """Connect as :func:`connect` does, and leave the cluster at the end of the block.
+
+    Ray prints what happens to its nodes to stdout, even with ``log_to_driver=False``; stdout is for our data, so
+    within the block it is logged (debug). What concerns us comes as a :class:`SourceError`.
+    """
+    with contextlib.redirect_stdout(_Log()):
+        ray = connect(address, ship_package=ship_package)
+        try:
+            yield ray
+        finally:
+            ray.shutdown()  # ends Ray's printing threads
+
+
+class _Log(io.TextIOBase):
+    """Something to print to: lines are logged."""
+
+    def __init__(self) -> None:
+        self._rest = ""
+
+    def write(self, text: str) -> int:
+        *lines, self._rest = (self._rest + text).split("\n")
+        for line in lines:
+            _log.debug("ray: %s", line)
+        return len(text)
 
 
 def connect(address: str, *, ship_package: bool = False) -> Any:

@@ -3,14 +3,16 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 if TYPE_CHECKING:
+    from rl_insight_hooks.report.collect.coverage import Coverage
     from rl_insight_hooks.report.collect.model import Report, Source
-    from rl_insight_hooks.report.table import Problem
 
 
 def collect(
@@ -69,7 +71,7 @@ def collect(
 ) -> None:
     """Bring the load files of all nodes into one folder; exit code 4 if something could not come."""
     from rl_insight_hooks.errors import UsageError
-    from rl_insight_hooks.report.collect.coverage import missing_ranks
+    from rl_insight_hooks.report.collect.coverage import Coverage, coverage
     from rl_insight_hooks.report.collect.gather import gather
     from rl_insight_hooks.report.collect.home import list_home
     from rl_insight_hooks.report.collect.node import INCLUDE
@@ -84,12 +86,14 @@ def collect(
             "collect needs one way to the nodes: --ray [ADDRESS] DATA, or --ssh USER@HOST:PATH, or "
             "--hosts FILE. Is the folder on storage that all nodes share? Then there is nothing to do"
         )
-    if ray is not None:
-        found, dead = _ray_sources(ray, sources or [], patterns, timeout)
-    else:
-        args = _ssh_args(ssh_option or [], ssh_config, identity)
-        found = _ssh_sources([*(ssh or []), *(sources or [])], hosts, path, patterns, args, timeout)
-    with progress_on_terminal("collecting") as progress:
+    with contextlib.ExitStack() as stack:
+        if ray is not None:
+            found, dead = stack.enter_context(_ray_sources(ray, sources or [], patterns, timeout))
+        else:
+            args = _ssh_args(ssh_option or [], ssh_config, identity)
+            addresses = [*(ssh or []), *(sources or [])]
+            found = _ssh_sources(addresses, hosts, path, patterns, args, timeout)
+        progress = stack.enter_context(progress_on_terminal("collecting"))
         report = gather(
             found,
             output,
@@ -98,15 +102,18 @@ def collect(
             checksum=checksum,
             progress=progress,
         )
-    problems = [] if report.shared_folder else missing_ranks(output, list_home(output))
-    say_findings(problems, [])
+    if report.shared_folder:
+        covered = Coverage((), is_proven=True)
+    else:
+        covered = coverage(output, list_home(output))
+    say_findings(covered.problems, [])
     for name in dead:
         typer.echo(f"note: node {name} was dead before we began", err=True)
     if json:
-        _print_json(report, dead, problems)
+        _print_json(report, dead, covered)
     else:
         _print_text(report)
-    _raise_if_incomplete(report, bool(dead and problems))
+    _raise_if_incomplete(report, dead, covered)
 
 
 def _check_numbers(parallel: int, timeout: float) -> None:
@@ -118,16 +125,18 @@ def _check_numbers(parallel: int, timeout: float) -> None:
         raise UsageError(f"--timeout {timeout:g}: more than 0 seconds")
 
 
+@contextlib.contextmanager
 def _ray_sources(
     address: str, paths: list[str], include: tuple[str, ...], timeout: float
-) -> tuple[list[Source], list[str]]:
-    from rl_insight_hooks.report.collect.ray_transport import check_template, connect, ray_sources
+) -> Iterator[tuple[list[Source], list[str]]]:
+    """Give a source for each living node, and the names of the dead ones, while the cluster is connected."""
+    from rl_insight_hooks.report.collect.ray_transport import check_template, connected, ray_sources
 
     template = _one_path(paths)
     check_template(template)
-    ray = connect(address)
-    found, dead = ray_sources(ray, template, include, timeout)
-    return list(found), dead
+    with connected(address) as ray:
+        found, dead = ray_sources(ray, template, include, timeout)
+        yield list(found), dead
 
 
 def _one_path(paths: list[str]) -> str:
@@ -188,17 +197,30 @@ def _ssh_sources(
     return [SshSource(address, include, settings) for address in dict.fromkeys(found)]
 
 
-def _print_json(report: Report, dead: list[str], problems: list[Problem]) -> None:
+def _print_json(report: Report, dead: list[str], covered: Coverage) -> None:
     import dataclasses
 
     from rl_insight_hooks.report.export_flat import problem_dict
     from rl_insight_hooks.report.speak import write_json_line
 
     said: dict[str, Any] = {"schema": "rl-insight-hooks/collect/1", **dataclasses.asdict(report)}
-    said["is_complete"] = report.is_complete and not (dead and problems)
+    said["is_complete"] = report.is_complete and not _what_is_missing(dead, covered)
     said["dead_nodes"] = dead
-    said["problems"] = [problem_dict(problem) for problem in problems]
+    said["problems"] = [problem_dict(problem) for problem in covered.problems]
     write_json_line(said)
+
+
+def _what_is_missing(dead: list[str], covered: Coverage) -> list[str]:
+    """Return what the files that came, and the cluster, say is not there although no source failed."""
+    found = []
+    if covered.problems:
+        found.append("ranks are missing (see above)")
+    elif dead and not covered.is_proven:
+        found.append(
+            f"{len(dead)} dead nodes, and the files do not say whether ranks are missing; if none of theirs is, "
+            "all is here"
+        )
+    return found
 
 
 def _print_text(report: Report) -> None:
@@ -210,7 +232,7 @@ def _print_text(report: Report) -> None:
         typer.echo(line)
 
 
-def _raise_if_incomplete(report: Report, is_node_dead: bool) -> None:
+def _raise_if_incomplete(report: Report, dead: list[str], covered: Coverage) -> None:
     from rl_insight_hooks.errors import DataError, IncompleteDataError
 
     if report.shared_folder is not None:
@@ -225,9 +247,9 @@ def _raise_if_incomplete(report: Report, is_node_dead: bool) -> None:
         raise DataError(
             "no source has load files there; is it the folder of `token_save_path` or `path`?"
         )
-    if not report.is_complete or is_node_dead:
-        raise IncompleteDataError(
-            f"{num_bad} of {len(report.sources)} sources incomplete, {len(report.conflicts)} conflicts"
-            + (", dead nodes" if is_node_dead else "")
-            + "; what could come is here"
-        )
+    lost = [f"{num_bad} of {len(report.sources)} sources incomplete"] if num_bad else []
+    if report.conflicts:
+        lost.append(f"{len(report.conflicts)} conflicts")
+    lost += _what_is_missing(dead, covered)
+    if lost:
+        raise IncompleteDataError(f"{', '.join(lost)}; what could come is here")

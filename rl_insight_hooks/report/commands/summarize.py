@@ -56,7 +56,7 @@ def summarize(
     from rl_insight_hooks.report.collect.node import INCLUDE
     from rl_insight_hooks.report.collect.ray_transport import (
         check_template,
-        connect,
+        connected,
         ray_sources,
     )
     from rl_insight_hooks.report.select import make_selection
@@ -79,8 +79,11 @@ def summarize(
         raise UsageError("--parallel is at least 1, --timeout more than 0 seconds")
     kind = _kind_of(output, force)
     selection = make_selection(steps=step, roles=role, ranks=rank, layers=layer, phases=phase)
-    sources, dead = ray_sources(connect(ray, ship_package=True), data, INCLUDE, timeout)
-    with progress_on_terminal("folding on nodes:") as progress:
+    with (
+        connected(ray, ship_package=True) as cluster,
+        progress_on_terminal("folding", "nodes") as progress,
+    ):
+        sources, dead = ray_sources(cluster, data, INCLUDE, timeout)
         folded = fold_sources(
             sources, selection=selection, aggregate=aggregate, parallel=parallel, progress=progress
         )

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -21,13 +22,15 @@ from rl_insight_hooks.errors import (
     MissingDependencyError,
     UsageError,
 )
+from rl_insight_hooks.packfile import pack_steps
 from rl_insight_hooks.report.collect import node
-from rl_insight_hooks.report.collect.coverage import missing_ranks
+from rl_insight_hooks.report.collect.coverage import coverage
 from rl_insight_hooks.report.collect.gather import gather
 from rl_insight_hooks.report.collect.home import MANIFEST_NAME, list_home
 from rl_insight_hooks.report.collect.model import FileStat, Received, SourceError, Survey
 from rl_insight_hooks.report.collect.render import outcome_lines, trouble_lines
 from rl_insight_hooks.report.commands.collect import collect
+from rl_insight_hooks.schema import decode_load_file, encode_load_file
 
 
 class LocalSource:
@@ -225,13 +228,54 @@ def test_words(tmp_path):
 
 def test_ranks_that_are_not_there_are_named(tmp_path):
     write_node(tmp_path, [0, 1, 3], [1, 2], world_size=6)
-    (problem,) = missing_ranks(tmp_path, list_home(tmp_path))
+    (problem,) = coverage(tmp_path, list_home(tmp_path)).problems
     assert problem.rule == "missing-rank"
     assert "ranks 2, 4-5 of a world of 6" in problem.what
     (tmp_path / "packed/actor_update/rank2").mkdir(parents=True)
     (tmp_path / "packed/actor_update/rank2/pack_0-99.npz").write_text("x")
-    (problem,) = missing_ranks(tmp_path, list_home(tmp_path))
+    (problem,) = coverage(tmp_path, list_home(tmp_path)).problems
     assert "ranks 4-5 of a world of 6" in problem.what
+
+
+def test_packs_alone_tell_how_many_ranks_there_are(tmp_path):
+    write_node(tmp_path, [0, 1], [1, 2], world_size=3)
+    for rank in (0, 1):
+        assert pack_steps(tmp_path, "actor_update", rank, [1, 2])
+    assert not list(tmp_path.rglob("group_list.json"))
+    covered = coverage(tmp_path, list_home(tmp_path))
+    assert "rank 2 of a world of 3" in covered.problems[0].what
+    assert not covered.is_proven
+
+
+@pytest.mark.parametrize(
+    ("world", "collects", "other", "proven"),
+    [
+        (2, [], None, True),
+        (2, [0, 1], None, True),  # the recorder's own, beside its step files
+        (3, [], None, False),
+        (2, [2], None, False),  # a rank of which there is no step file
+        (2, [], "step_1/rank0/dump_tensor_data/x.group_list.pt", False),
+        (None, [0, 1], None, False),  # MindSpeed-RL's own: nobody says how many
+        (None, [], None, False),
+    ],
+)
+def test_what_proves_that_no_rank_is_missing(tmp_path, world, collects, other, proven):
+    if world is not None:
+        write_node(tmp_path, [0, 1], [1], world_size=world)
+    for rank in collects:
+        write_collects(tmp_path, rank, "{}")
+    if other is not None:
+        (tmp_path / other).parent.mkdir(parents=True)
+        (tmp_path / other).write_bytes(b"PK")
+    assert coverage(tmp_path, list_home(tmp_path)).is_proven is proven
+
+
+def test_ranks_that_were_not_asked_for_are_not_missing(tmp_path):
+    path = write_step_file(tmp_path, 1, 0, world_size=8)
+    file = decode_load_file(path.read_bytes())
+    file.stamps["ranks"] = "0"
+    path.write_bytes(encode_load_file(file))
+    assert coverage(tmp_path, list_home(tmp_path)).is_proven
 
 
 app = typer.Typer()
@@ -306,3 +350,41 @@ def test_exit_codes_of_the_command(as_ssh, tmp_path):
     result = invoke("--ssh", f"n1:{tmp_path}/one", "-o", tmp_path / "home")
     assert isinstance(result.exception, IncompleteDataError)
     assert result.exception.exit_code == 4
+
+
+def test_ranks_missing_at_home_are_exit_code_4(as_ssh, tmp_path):
+    """A host that was not named: nobody failed, and a part of the run is not there."""
+    write_node(tmp_path / "one", [0, 1], [1], world_size=4)
+    result = invoke("--ssh", f"n1:{tmp_path}/one", "-o", tmp_path / "home", "--json")
+    assert isinstance(result.exception, IncompleteDataError)
+    assert "ranks are missing" in str(result.exception)
+    said = json.loads(result.stdout)
+    assert said["is_complete"] is False
+    assert "ranks 2-3 of a world of 4" in said["problems"][0]["what"]
+    write_node(tmp_path / "two", [2, 3], [1], world_size=4)
+    result = invoke("--ssh", f"n2:{tmp_path}/two", "-o", tmp_path / "home", "--json")
+    assert result.exit_code == 0
+    assert json.loads(result.stdout)["is_complete"] is True
+
+
+@pytest.mark.parametrize(("own", "complete"), [("step files", True), ("collects", False)])
+def test_a_node_that_was_dead_before(monkeypatch, tmp_path, own, complete):
+    """Where the files say that every rank is here it had none; collects of other tools cannot say."""
+    if own == "step files":
+        write_node(tmp_path / "one", [0, 1], [1], world_size=2)
+    else:
+        write_collects(tmp_path / "one", 0, "{}")
+    monkeypatch.setattr(
+        "rl_insight_hooks.report.commands.collect._ray_sources",
+        lambda *_: contextlib.nullcontext(([LocalSource("n1", tmp_path / "one")], ["n2"])),
+    )
+    result = invoke("--ray", "auto", "/d", "-o", tmp_path / "home", "--json")
+    said = json.loads(result.stdout)
+    assert said["dead_nodes"] == ["n2"]
+    assert said["is_complete"] is complete
+    assert "node n2 was dead before we began" in result.stderr
+    if complete:
+        assert result.exit_code == 0
+    else:
+        assert isinstance(result.exception, IncompleteDataError)
+        assert "do not say whether ranks are missing" in str(result.exception)

@@ -168,7 +168,7 @@ def test_progress_is_shown_on_a_terminal_only(monkeypatch, capsys):
         for done in (1, 2, 3, 4):
             progress(done, 4)
     shown = capsys.readouterr().err
-    assert "reading 2/4 files" in shown
-    assert "reading 4/4 files" in shown
+    assert "reading [############............] 2/4 files" in shown
+    assert "reading [########################] 4/4 files" in shown
     assert "1/4" not in shown
     assert "3/4" not in shown
