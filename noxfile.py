@@ -14,7 +14,18 @@ from pathlib import Path
 
 import nox
 
-nox.options.sessions = ["lint", "unit", "wheel", "browser", "npu", "megatron", "vllm", "ray", "ssh"]
+nox.options.sessions = [
+    "lint",
+    "unit",
+    "wheel",
+    "browser",
+    "npu",
+    "megatron",
+    "vllm",
+    "ray",
+    "ssh",
+    "rl_insight",
+]
 nox.options.reuse_existing_virtualenvs = True
 nox.options.error_on_missing_interpreters = False
 
@@ -152,12 +163,59 @@ def ssh(session: nox.Session) -> None:
 
 
 @nox.session
+def rl_insight(session: nox.Session) -> None:
+    """What we export, drawn by the real rl-insight 0.2.1, which has an environment of its own."""
+    install_package(session)
+    session.install(*TEST_DEPS)
+    theirs = Path(session.create_tmp()).resolve() / "rl_insight"
+    python = theirs / "bin" / "python"
+    if not python.exists():
+        session.run("python", "-m", "venv", str(theirs))
+    # what its recipe imports; its own list of dependencies names a server's instead
+    packages = (TORCH, "matplotlib", "omegaconf", "loguru", "pandas", "ijson", "tqdm", "plotly")
+    install = (str(python), "-m", "pip", "install", "-q")
+    try:
+        session.run(*install, *packages, external=True, silent=True)
+        session.run(*install, "--no-deps", "rl-insight==0.2.1", external=True, silent=True)
+    except nox.command.CommandFailed:
+        session.warn("SKIPPED: rl-insight 0.2.1 cannot be installed here")
+        return
+    session.run(
+        "pytest",
+        "tests/unit/report_load/test_export.py",
+        *session.posargs,
+        env={"RL_INSIGHT_021_PYTHON": str(python)},
+    )
+
+
+@nox.session
+def fuzz(session: nox.Session) -> None:
+    """10,000 damaged inputs of all formats: no traceback, no hang, the right exit code, nothing silent."""
+    install_package(session)
+    session.install(*TEST_DEPS, "pyarrow", "safetensors")
+    session.run(
+        "pytest",
+        "tests/unit/report_load/test_fuzz.py",
+        *(session.posargs or ["--timeout=3600"]),
+        env={"RL_INSIGHT_FUZZ": os.environ.get("RL_INSIGHT_FUZZ", "10000")},
+    )
+
+
+@nox.session
 def bench(session: nox.Session) -> None:
     """Numbers of docs/overhead.md: ratios measured in one run."""
     session.install(TORCH)
     install_package(session)
     for script in sorted(Path("tests/bench").glob("bench_*.py")):
         session.run("python", str(script), *session.posargs)
+
+
+@nox.session
+def tests_min(session: nox.Session) -> None:
+    """The offline half with the oldest dependencies that pyproject.toml admits and this Python has."""
+    session.install("-c", "tests/oldest.txt", "-e", ".[html]", *TEST_DEPS)
+    folders = ("rebalance", "report_load", "report_views")
+    session.run("pytest", *(f"tests/unit/{folder}" for folder in folders), *session.posargs)
 
 
 @nox.session(python=["3.10", "3.12"])

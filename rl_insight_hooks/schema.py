@@ -160,4 +160,7 @@ def decode_load_file(data: bytes) -> LoadFile:
         msgspec.ValidationError: a field is missing, unknown or of a wrong type; the message has the path.
         msgspec.DecodeError: not JSON, or cut off.
     """
-    return _decoder.decode(data)
+    try:
+        return _decoder.decode(data)
+    except UnicodeDecodeError as error:  # msgspec before 0.19
+        raise msgspec.DecodeError(str(error)) from error

@@ -32,14 +32,27 @@ class CheckResult:
         return sum(problem.severity == "error" for problem in self.problems)
 
 
-def check(paths: PathLike | Iterable[PathLike], *, jobs: int = 1) -> CheckResult:
+def check(
+    paths: PathLike | Iterable[PathLike],
+    *,
+    jobs: int = 1,
+    gmm_per_layer: int | None = None,
+    num_moe_layers: int | None = None,
+    ep_size: int | None = None,
+) -> CheckResult:
     """Return everything that is wrong with the data at ``paths``.
 
     Raises:
         DataError: there is nothing to read at all.
     """
     listed_paths = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
-    table = load(listed_paths, jobs=jobs)
+    table = load(
+        listed_paths,
+        jobs=jobs,
+        gmm_per_layer=gmm_per_layer,
+        num_moe_layers=num_moe_layers,
+        ep_size=ep_size,
+    )
     found = sniff.find([os.fspath(path) for path in listed_paths], ReadContext())
     problems = list(table.problems)
     run_ids: dict[str, None] = {}

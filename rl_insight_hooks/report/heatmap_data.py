@@ -304,7 +304,7 @@ def _hottest(
         if flat[index] <= 0:
             continue
         block = next(b for b in blocks if b.first_row <= row < b.first_row + b.num_rows)
-        over = flat[index] / float(np.nanmean(counts_RC[row]))
+        over = float(flat[index] / np.nanmean(counts_RC[row]))
         name = f"{row_name} {row_labels[row]} expert {columns[column]}"
         label = f"{block.label} | {name}" if block.label else name
         cells.append(HotCell(row, column, int(flat[index]), over, label))

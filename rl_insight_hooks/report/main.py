@@ -54,6 +54,14 @@ def run(argv: list[str]) -> int:
             "error: out of memory; choose less with --step, --role or --layer, or use --merge-ranks"
         )
         return EXIT_FAILED
+    except Exception as error:
+        if debug:
+            raise
+        _say(
+            f"error: {type(error).__name__}: {error} (a bug of rl-insight-report; --debug shows where, "
+            "please report it)"
+        )
+        return EXIT_FAILED
 
 
 def _run(argv: list[str]) -> int:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import msgspec
 
@@ -47,6 +47,14 @@ from rl_insight_hooks.report.table import LoadTable
 _FAR = 0.1  # total variation of two loads from which a plan of one is doubtful for the other
 
 
+class DumpFacts(TypedDict):
+    """What msprobe's and Megatron's dumps do not say, for :func:`load`."""
+
+    gmm_per_layer: int | None
+    num_moe_layers: int | None
+    ep_size: int | None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """The command line."""
@@ -74,6 +82,7 @@ class Request:
     filters: dict[str, str | None]
     role: str | None
     aggregate: str
+    dump_facts: DumpFacts
     strict: bool
     force: bool
     jobs: int
@@ -170,6 +179,7 @@ def _load(request: Request, paths: list[Path], role: str | None, progress: Any) 
         strict=request.strict,
         jobs=request.jobs,
         progress=progress,
+        **request.dump_facts,
     )
 
 
@@ -273,6 +283,7 @@ def _evaluate(
         aggregate=request.aggregate,
         strict=request.strict,
         jobs=request.jobs,
+        **request.dump_facts,
     )
     say_findings(table.problems, table.assumptions)
     before = old if old is not None else linear_of(placement.shape, placement.num_layers)

@@ -68,6 +68,9 @@ RULES: dict[str, str] = {
     "unlisted-call": "A tensor file has no entry in dump.json.",
     "unreadable-file": "A file cannot be opened or read.",
     "unreadable-folder": "A folder cannot be opened.",
+    # summarize --ray
+    "copy-on-two-nodes": "Two nodes have the same file; it counts once.",
+    "node-failed": "A node of the cluster could not be read.",
     # one step file
     "call-count": "A record's calls, passes or tokens are impossible.",
     "compiled": "Calls of a compiled graph: forward and backward are not told apart.",

@@ -99,23 +99,23 @@ class Devices:
         if num_experts % self.num_devices:
             raise UsageError(
                 f"{num_experts} experts do not spread evenly over {self.num_devices} devices; "
-                "give --ep-size a divisor, or --map"
+                "give a divisor to --num-devices, or --map"
             )
         return device_load(load_LE, linear_placement(num_layers, num_experts, self.num_devices))
 
 
 def devices_of(
-    num_devices: int | None, expert_map: Path | None, num_experts: int
+    num_devices: int | None, expert_map: Path | None, num_experts: int, *, ep_size: int | None
 ) -> Devices | None:
-    """Return what ``--ep-size`` or ``--map`` says of devices; None where neither is given.
+    """Return what ``--num-devices`` or ``--map``, else ``--ep-size``, says of devices; None without any.
 
     Raises:
-        UsageError: both are given, or the map cannot be read.
+        UsageError: the first two are both given, or the map cannot be read.
     """
     if num_devices is not None and expert_map is not None:
-        raise UsageError("--ep-size and --map both say where experts sit; give one")
-    if num_devices is not None:
-        return Devices(num_devices=num_devices)
+        raise UsageError("--num-devices and --map both say where experts sit; give one")
+    if expert_map is None and (num_devices or ep_size):
+        return Devices(num_devices=num_devices or ep_size)
     if expert_map is None:
         return None
     from rl_insight_hooks.rebalance.formats import decode

@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from rl_insight_hooks.report.commands.options import EpSize, GmmPerLayer, NumMoeLayers
+
 
 def check(
     data: Annotated[
@@ -15,6 +17,9 @@ def check(
         typer.Argument(help="Files or folders; formats are recognised.", metavar="DATA..."),
     ] = None,
     rules: Annotated[bool, typer.Option("--rules", help="List all rules, and stop.")] = False,
+    gmm_per_layer: GmmPerLayer = None,
+    num_moe_layers: NumMoeLayers = None,
+    ep_size: EpSize = None,
     jobs: Annotated[int, typer.Option("--jobs", "-j", help="Processes that read.")] = 1,
     json: Annotated[bool, typer.Option("--json", help="Findings as JSON on stdout.")] = False,
 ) -> None:
@@ -38,7 +43,13 @@ def check(
     from rl_insight_hooks.report.export_flat import problem_dict
     from rl_insight_hooks.report.speak import fail_if_incomplete, finding_lines
 
-    result = run(data, jobs=jobs)
+    result = run(
+        data,
+        jobs=jobs,
+        gmm_per_layer=gmm_per_layer,
+        num_moe_layers=num_moe_layers,
+        ep_size=ep_size,
+    )
     table = result.table
     if json:
         write_json_line(

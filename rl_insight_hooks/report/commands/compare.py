@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from rl_insight_hooks.report.commands.options import EpSize, GmmPerLayer, NumMoeLayers
+
 
 def compare(
     data: Annotated[Path, typer.Argument(help="The first side: file or folder.", metavar="A")],
@@ -28,6 +30,9 @@ def compare(
     layers_shown: Annotated[
         int, typer.Option("--layers-shown", help="Layers printed; 0: all.", min=0)
     ] = 10,
+    gmm_per_layer: GmmPerLayer = None,
+    num_moe_layers: NumMoeLayers = None,
+    ep_size: EpSize = None,
     strict: Annotated[
         bool, typer.Option("--strict", help="Stop at the first file that cannot be read.")
     ] = False,
@@ -44,7 +49,16 @@ def compare(
 
     def read(path: Path, role: str | None, only: str | None) -> tuple[object, ...]:
         table = load(
-            path, steps=only, roles=role, ranks=rank, layers=layer, merge_ranks=True, strict=strict
+            path,
+            steps=only,
+            roles=role,
+            ranks=rank,
+            layers=layer,
+            merge_ranks=True,
+            strict=strict,
+            gmm_per_layer=gmm_per_layer,
+            num_moe_layers=num_moe_layers,
+            ep_size=ep_size,
         )
         return (table, *role_load(table, role))
 

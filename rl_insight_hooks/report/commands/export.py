@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from rl_insight_hooks.report.commands.options import EpSize, GmmPerLayer, NumMoeLayers
+
 
 def export(
     data: Annotated[
@@ -37,15 +39,9 @@ def export(
     aggregate: Annotated[
         str, typer.Option("--aggregate", help="Of --merge-ranks: auto, sum, max or one-rank.")
     ] = "auto",
-    gmm_per_layer: Annotated[
-        int | None, typer.Option("--gmm-per-layer", help="msprobe: calls of one layer pass.")
-    ] = None,
-    num_moe_layers: Annotated[
-        int | None, typer.Option("--num-moe-layers", help="msprobe: MoE layers of one rank.")
-    ] = None,
-    ep_size: Annotated[
-        int | None, typer.Option("--ep-size", help="msprobe, Megatron: expert-parallel size.")
-    ] = None,
+    gmm_per_layer: GmmPerLayer = None,
+    num_moe_layers: NumMoeLayers = None,
+    ep_size: EpSize = None,
     strict: Annotated[
         bool, typer.Option("--strict", help="Stop at the first file that cannot be read.")
     ] = False,

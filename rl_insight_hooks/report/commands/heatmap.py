@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from rl_insight_hooks.report.commands.options import EpSize, GmmPerLayer, NumMoeLayers
+
 
 def heatmap(
     data: Annotated[
@@ -48,12 +50,9 @@ def heatmap(
     aggregate: Annotated[
         str, typer.Option("--aggregate", help="Over merged ranks: auto, sum, max or one-rank.")
     ] = "auto",
-    gmm_per_layer: Annotated[
-        int | None, typer.Option("--gmm-per-layer", help="msprobe: calls of one layer pass.")
-    ] = None,
-    ep_size: Annotated[
-        int | None, typer.Option("--ep-size", help="msprobe, Megatron: expert-parallel size.")
-    ] = None,
+    gmm_per_layer: GmmPerLayer = None,
+    num_moe_layers: NumMoeLayers = None,
+    ep_size: EpSize = None,
     strict: Annotated[
         bool, typer.Option("--strict", help="Stop at the first file that cannot be read.")
     ] = False,
@@ -88,6 +87,7 @@ def heatmap(
             strict=strict,
             jobs=jobs,
             gmm_per_layer=gmm_per_layer,
+            num_moe_layers=num_moe_layers,
             ep_size=ep_size,
             progress=progress,
         )

@@ -8,6 +8,13 @@ from typing import Annotated
 
 import typer
 
+from rl_insight_hooks.report.commands.options import (
+    EpSizeJudged,
+    GmmPerLayer,
+    NumDevices,
+    NumMoeLayers,
+)
+
 
 def html(
     data: Annotated[
@@ -29,10 +36,8 @@ def html(
         str | None,
         typer.Option("--phase", help="Phases; default: forward (what speaks for a role)."),
     ] = None,
-    ep_size: Annotated[
-        int | None,
-        typer.Option("--ep-size", "--num-npus", help="Devices: judge them too, experts in a row."),
-    ] = None,
+    ep_size: EpSizeJudged = None,
+    num_devices: NumDevices = None,
     placement: Annotated[
         Path | None, typer.Option("--map", help="An expert map: judge the devices under it.")
     ] = None,
@@ -40,9 +45,8 @@ def html(
     aggregate: Annotated[
         str, typer.Option("--aggregate", help="Over merged ranks: auto, sum, max or one-rank.")
     ] = "auto",
-    gmm_per_layer: Annotated[
-        int | None, typer.Option("--gmm-per-layer", help="msprobe: calls of one layer pass.")
-    ] = None,
+    gmm_per_layer: GmmPerLayer = None,
+    num_moe_layers: NumMoeLayers = None,
     strict: Annotated[
         bool, typer.Option("--strict", help="Stop at the first file that cannot be read.")
     ] = False,
@@ -77,6 +81,7 @@ def html(
             strict=strict,
             jobs=jobs,
             gmm_per_layer=gmm_per_layer,
+            num_moe_layers=num_moe_layers,
             ep_size=ep_size,
             progress=progress,
         )
@@ -86,7 +91,7 @@ def html(
         raise UsageError(
             "nothing to show: no rows are left by --step, --role, --rank, --layer and --phase"
         )
-    devices = devices_of(ep_size, placement, table.num_experts)
+    devices = devices_of(num_devices, placement, table.num_experts, ep_size=ep_size)
     page = page_data.build(
         table, title=title or "MoE expert load", devices=devices, aggregate=aggregate
     )

@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from rl_insight_hooks.report.commands.options import EpSize, GmmPerLayer, NumMoeLayers
+
 
 def rebalance(
     data: Annotated[
@@ -114,6 +116,9 @@ def rebalance(
     aggregate: Annotated[
         str, typer.Option("--aggregate", help="Over ranks: auto, sum, max or one-rank.")
     ] = "auto",
+    gmm_per_layer: GmmPerLayer = None,
+    num_moe_layers: NumMoeLayers = None,
+    ep_size: EpSize = None,
     strict: Annotated[
         bool, typer.Option("--strict", help="Stop at the first file that cannot be read.")
     ] = False,
@@ -151,6 +156,11 @@ def rebalance(
             filters={"steps": step, "ranks": rank, "layers": layer, "phases": phase},
             role=role,
             aggregate=aggregate,
+            dump_facts={
+                "gmm_per_layer": gmm_per_layer,
+                "num_moe_layers": num_moe_layers,
+                "ep_size": ep_size,
+            },
             strict=strict,
             force=force,
             jobs=jobs,

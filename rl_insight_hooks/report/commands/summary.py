@@ -8,6 +8,13 @@ from typing import Annotated
 
 import typer
 
+from rl_insight_hooks.report.commands.options import (
+    EpSizeJudged,
+    GmmPerLayer,
+    NumDevices,
+    NumMoeLayers,
+)
+
 
 def summary(
     data: Annotated[
@@ -19,10 +26,8 @@ def summary(
     rank: Annotated[str | None, typer.Option("--rank", help="Ranks: 0,1 or all.")] = None,
     layer: Annotated[str | None, typer.Option("--layer", help="Layers: 0,3-7.")] = None,
     phase: Annotated[str | None, typer.Option("--phase", help="Phases: forward,...")] = None,
-    ep_size: Annotated[
-        int | None,
-        typer.Option("--ep-size", "--num-npus", help="Devices: judge them too, experts in a row."),
-    ] = None,
+    ep_size: EpSizeJudged = None,
+    num_devices: NumDevices = None,
     placement: Annotated[
         Path | None, typer.Option("--map", help="An expert map: judge the devices under it.")
     ] = None,
@@ -38,9 +43,8 @@ def summary(
     aggregate: Annotated[
         str, typer.Option("--aggregate", help="Over ranks: auto, sum, max or one-rank.")
     ] = "auto",
-    gmm_per_layer: Annotated[
-        int | None, typer.Option("--gmm-per-layer", help="msprobe: calls of one layer pass.")
-    ] = None,
+    gmm_per_layer: GmmPerLayer = None,
+    num_moe_layers: NumMoeLayers = None,
     strict: Annotated[
         bool, typer.Option("--strict", help="Stop at the first file that cannot be read.")
     ] = False,
@@ -80,9 +84,11 @@ def summary(
             strict=strict,
             jobs=jobs,
             gmm_per_layer=gmm_per_layer,
+            num_moe_layers=num_moe_layers,
+            ep_size=ep_size,
             progress=progress,
         )
-    devices = devices_of(ep_size, placement, table.num_experts)
+    devices = devices_of(num_devices, placement, table.num_experts, ep_size=ep_size)
     found = summarize(table, devices)
     if json:
         write_json_line(found)

@@ -291,7 +291,7 @@ class Page {
     const { mean } = judged(bins);
     const where = this.layer < 0 ? "all layers added up" : `layer ${this.layerShort(this.layer)}`;
     const name = known ? "device" : "expert";
-    const why = known ? `, ${devices.source}` : devices ? "; devices need all experts" : "; --ep-size or --map shows devices";
+    const why = known ? `, ${devices.source}` : devices ? "; devices need all experts" : "; --num-devices or --map shows them";
     window.Plotly.react("devices", [{
       type: "bar", x: [...bins.keys()], y: [...bins], marker: { color: [...bins].map((value) => (value > mean * 1.0000001 ? "#e07b00" : "#3b76af")) },
       hovertemplate: `${name} %{x}: %{y:,.6~f} tokens<extra></extra>`,

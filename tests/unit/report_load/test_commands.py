@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import subprocess
 import sys
+import types
 
 import pytest
 import typer
@@ -17,13 +19,17 @@ from rl_insight_hooks.report.commands.export import export
 from rl_insight_hooks.report.commands.pack import pack
 from rl_insight_hooks.report.rules import RULES
 
+# click before 8.2 mixes stderr into stdout unless told not to; typer of today has a click of its own
+CLICK_SEPARATES = "mix_stderr" not in inspect.signature(CliRunner).parameters
+
 
 @pytest.fixture
 def run():
     app = typer.Typer()
     for command in (export, check, pack):
         app.command()(command)
-    runner = CliRunner()
+    separate = {} if CLICK_SEPARATES else {"mix_stderr": False}
+    runner = CliRunner(**separate)
 
     def invoke(*arguments):
         result = runner.invoke(app, [str(argument) for argument in arguments])
@@ -163,7 +169,7 @@ def test_progress_is_shown_on_a_terminal_only(monkeypatch, capsys):
         assert progress is None
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     clock = iter([0.0, 0.1, 1.0, 1.05, 2.0])
-    monkeypatch.setattr(speak.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(speak, "time", types.SimpleNamespace(monotonic=lambda: next(clock)))
     with speak.progress_on_terminal("reading") as progress:
         for done in (1, 2, 3, 4):
             progress(done, 4)

@@ -507,6 +507,36 @@ def test_expert_parallel_ranks_fall_into_place_with_ep_size(tmp_path):
     assert any("ep_size" in sentence for sentence in assumed.assumptions)
 
 
+def test_every_command_reads_expert_parallel_dumps_with_ep_size(tmp_path, capsys, monkeypatch):
+    """Two ranks of two experts each: four experts, and two devices where devices are judged."""
+    from rl_insight_hooks.report.main import run
+
+    monkeypatch.chdir(tmp_path)
+    dump = tmp_path / "dump"
+    for rank, counts in ((0, [1, 2]), (1, [30, 4])):
+        one = Run(layers=1, gmms=2, experts=2, cumulative=True)
+        one.layer(0, counts, recompute=False)
+        one.write(dump / "step_1" / "actor" / "step0" / f"rank{rank}")
+
+    def said(*arguments, code=0):
+        assert run([*arguments, "--ep-size", "2"]) == code
+        return json.loads(capsys.readouterr().out)
+
+    (role,) = said("summary", "dump", "--json")["roles"]
+    assert (role["num_experts"], role["num_devices"], role["assignments"]) == (4, 2, 37)
+    assert role["device_max_over_mean"] == 34 / (37 / 2)
+    (hot, *_) = said("heatmap", "dump", "--json")["hottest"]
+    assert (hot["tokens"], hot["label"].split()[-1]) == (30, "2")
+    said("html", "dump", "--json")
+    page = (tmp_path / "moe_load.html").read_text()
+    assert '"num_experts":4' in page
+    assert said("compare", "dump", "dump", "--json")["layers"][0]["total_variation"] == 0
+    assert said("check", "dump", "--json")["num_rows"] == 2
+    said("rebalance", "dump", "--num-replicas", "4", "--num-npus", "2", "-o", "m.json", "--json")
+    placed = json.loads((tmp_path / "m.json").read_text())["layer_list"][0]["device_list"]
+    assert sorted(e for device in placed for e in device["device_expert"]) == [0, 1, 2, 3]
+
+
 # --- where a dump lies -----------------------------------------------------------------------------
 
 

@@ -113,3 +113,16 @@ def test_debug_lets_the_traceback_through(tmp_path):
 
     with pytest.raises(DataError):
         run(["summary", str(tmp_path / "nowhere"), "--debug"])
+
+
+def test_a_bug_of_ours_is_one_line_and_exit_1(monkeypatch, capsys):
+    def broken(argv):
+        raise TypeError("no such thing")
+
+    monkeypatch.setattr("rl_insight_hooks.report.cli.invoke", broken)
+    assert run(["summary", "x"]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("error: TypeError: no such thing (a bug of rl-insight-report;")
+    assert "Traceback" not in said
+    with pytest.raises(TypeError):
+        run(["summary", "x", "--debug"])
