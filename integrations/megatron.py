@@ -113,6 +113,7 @@ def _forward(recorder: Recorder, seam: str, original: Any, gate: Gate) -> Any:
                 counts,
                 num_rows=rows.shape[0],
                 id_space=ID_PHYSICAL if physical else None,
+                evaluating=not self.training,
             )
         except Exception:
             guard.failed(seam)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from rl_insight_hooks.schema import (
     ID_LOGICAL,
     ID_PHYSICAL,
     PHASE_COMPILED,
+    PHASE_EVAL,
     PHASE_FORWARD,
     PHASES,
     SCHEMA_VERSION,
@@ -85,6 +87,19 @@ class RoleStep:
         """True when a seam, or a replayed graph, counted something."""
         return any(load.num_calls or load.counts_E.any() for load in self.loads.values())
 
+    @property
+    def phase_of_eval(self) -> str:
+        """Phase of passes in eval mode: their own beside passes in train mode, else forward.
+
+        A log-prob pass or a rollout runs in eval mode throughout: there it is the forward that counts.
+        """
+        trains = any(
+            load.num_passes or load.counts_E.any()
+            for load in self.loads.values()
+            if load.phase in (PHASE_FORWARD, PHASE_COMPILED)
+        )
+        return PHASE_EVAL if trains else PHASE_FORWARD
+
     def add(self, readings: Iterable[SlotReading]) -> None:
         """Add what a drain read."""
         for reading in readings:
@@ -146,7 +161,12 @@ def build_load_file(
     """Return the file of ``gathered``."""
     number_of = numbers.number([load.layer for load in gathered.loads.values()])
     place = gathered.place
-    loads = [load for load in gathered.loads.values() if phases is None or load.phase in phases]
+    renamed = {PHASE_EVAL: gathered.phase_of_eval}
+    all_loads = [
+        dataclasses.replace(load, phase=renamed.get(load.phase, load.phase))
+        for load in gathered.loads.values()
+    ]
+    loads = [load for load in all_loads if phases is None or load.phase in phases]
     loads.sort(
         key=lambda load: (
             number_of[load.layer],
@@ -179,7 +199,7 @@ def build_load_file(
         started_unix_s=gathered.started_unix_s,
         ended_unix_s=gathered.ended_unix_s,
         records=[_record(load, number_of[load.layer]) for load in loads],
-        calls=None if gathered.calls is None else _call_records(gathered.calls, number_of),
+        calls=None if gathered.calls is None else _call_records(gathered.calls, number_of, renamed),
         dropped={cause: n for cause, n in sorted(gathered.dropped.items()) if n},
         masked={c: n for c, n in sorted((gathered.masked | _padding(loads)).items()) if n},
         failed={where: n for where, n in sorted(gathered.failed.items()) if n},
@@ -220,11 +240,13 @@ def _record(load: LayerLoad, number: int) -> Record:
     )
 
 
-def _call_records(calls: list[CallCounts], number_of: dict[Layer, int]) -> list[CallRecord]:
+def _call_records(
+    calls: list[CallCounts], number_of: dict[Layer, int], renamed: dict[str, str]
+) -> list[CallRecord]:
     return [
         CallRecord(
             layer=number_of.get(call.layer, -1),
-            phase=call.phase,
+            phase=renamed.get(call.phase, call.phase),
             index=i,
             counts=call.counts_E.tolist(),
         )
@@ -252,12 +274,17 @@ class Collects:
         """Start from the counts {layer: {expert: tokens}} of an earlier run."""
         self._base = base
 
-    def add(self, readings: Iterable[SlotReading], first_expert: int) -> None:
+    def add(
+        self, readings: Iterable[SlotReading], first_expert: int, *, phase_of_eval: str
+    ) -> None:
         """Add the forward counts of ``readings``; column 0 is expert ``first_expert``."""
+        phases = {PHASE_FORWARD, PHASE_COMPILED}
+        if phase_of_eval == PHASE_FORWARD:
+            phases.add(PHASE_EVAL)
         for reading in readings:
             slot = reading.slot
             if (
-                slot.phase not in (PHASE_FORWARD, PHASE_COMPILED)
+                slot.phase not in phases
                 or slot.draft
                 or slot.layer.number == -1
                 or slot.id_space == ID_PHYSICAL  # the file's ids are logical

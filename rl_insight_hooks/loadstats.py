@@ -8,7 +8,7 @@ import numpy as np
 from rl_insight_hooks.schema import PHASE_COMPILED, PHASE_EVAL, PHASE_FORWARD, LoadFile
 
 # The phase whose counts speak for a role: the first of these that it has.
-HEADLINE_PHASES = (PHASE_FORWARD, PHASE_EVAL, PHASE_COMPILED)
+HEADLINE_PHASES = (PHASE_FORWARD, PHASE_COMPILED, PHASE_EVAL)
 
 
 def headline_phase(phases: set[str]) -> str | None:

@@ -190,7 +190,9 @@ class Recorder:
     def _find_layer(self, depth: int) -> Layer:
         module = calling_module(depth + 1)
         if module is not None:
+            STATE.evaluating = not module.training
             return self.layers.of_module(module)
+        STATE.evaluating = False
         if self._backward_seen:
             self._backward_seen = False
             self._order = 0
@@ -345,6 +347,7 @@ class Recorder:
         *,
         num_rows: int = 0,
         id_space: str | None = None,
+        evaluating: bool = False,
     ) -> None:
         """Record one pass of an experts module that was given its tokens per local expert.
 
@@ -354,6 +357,7 @@ class Recorder:
             counts: int tensor [E_local], or a list of ints.
             num_rows: rows of the module's input, 0 when unknown.
             id_space: "physical" where the columns are slots, not experts.
+            evaluating: the module is in eval mode.
         """
         import torch
 
@@ -364,7 +368,7 @@ class Recorder:
             self._backward_seen = True
             phase = PHASE_RECOMPUTE
         else:
-            phase = PHASE_EVAL if STATE.evaluating else PHASE_FORWARD
+            phase = PHASE_EVAL if evaluating else PHASE_FORWARD
         if not isinstance(counts, torch.Tensor):
             counts = torch.tensor(list(counts), dtype=torch.int64)
         elif counts.is_floating_point():

@@ -16,9 +16,9 @@ LOAD_FILE_NAME = "group_list.json"
 COLLECTS_PREFIX = "eplb_token_collects_"
 NO_STEP_DIR = "step_none"
 
-# Phases of a call. "forward" is what the headline numbers use; "eval" is a forward of a module in eval mode
-# inside a region that also trains; "compiled" is a call in a compiled graph, where forward and backward
-# cannot be told apart.
+# Phases of a call. "forward" is what the headline numbers use; "eval" is a forward pass of a module in eval mode
+# in a step and role that also has forward passes in train mode; "compiled" is a call in a compiled graph, where
+# forward and backward cannot be told apart.
 PHASE_FORWARD = "forward"
 PHASE_EVAL = "eval"
 PHASE_RECOMPUTE = "recompute"

@@ -22,7 +22,7 @@ class State:
         claimed: the layer of the innermost outer seam, for the gradients of inner calls; None where unknown.
         layer: the watched layer whose forward runs now, or None.
         armed: that layer's pass has not been counted yet.
-        evaluating: the watched module is in eval mode inside a region that trains.
+        evaluating: the module of the pass under way is in eval mode.
         num_tokens: tokens that entered the watched layer under way.
         compiled_unwatched: a compiled graph called a seam for a layer that nobody watches.
         step: the step set by ``set_step``; None before.

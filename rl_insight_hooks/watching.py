@@ -97,6 +97,7 @@ def _enter_hook(layer: Layer) -> Any:
             return
         state.layer = layer
         state.armed = True
+        state.evaluating = not module.training
         state.num_tokens = 0
         try:
             state.num_tokens = _num_tokens(args, kwargs)
@@ -120,6 +121,7 @@ def _num_tokens(args: Any, kwargs: Any) -> int:
 def _leave(module: torch.nn.Module, args: Any, output: Any) -> None:
     STATE.layer = None
     STATE.armed = False
+    STATE.evaluating = False
 
 
 def watch_safely(watcher: Watcher, model: Any, **options: Any) -> int:

@@ -177,7 +177,7 @@ class Writer:
         if config.collects and (
             config.collects_roles is None or result.role in config.collects_roles
         ):
-            self._write_collects(result, readings)
+            self._write_collects(result, readings, gathered.phase_of_eval)
         run_id = config.run_id or envs.run_id() or self._made_run_id
         numbers = self._numbers.setdefault(result.role, LayerNumbers())
         for where, num in guard.take_failures(of_writer=True).items():
@@ -230,7 +230,9 @@ class Writer:
         gathered.stamps.update(result.stamps)
         return gathered
 
-    def _write_collects(self, result: RegionResult, readings: list[SlotReading]) -> None:
+    def _write_collects(
+        self, result: RegionResult, readings: list[SlotReading], phase_of_eval: str
+    ) -> None:
         target = collects_path(result.path, result.place.rank)
         collects = self._collects.get(result.path)
         if collects is None:
@@ -238,7 +240,8 @@ class Writer:
             if target.exists():
                 self._adopt_or_keep(target, collects, resume=result.config.resume)
         widest = max((r.slot.num_experts for r in readings), default=0)
-        collects.add(readings, first_local_expert(result.place, widest))
+        first_expert = first_local_expert(result.place, widest)
+        collects.add(readings, first_expert, phase_of_eval=phase_of_eval)
         self._write(target, msgspec.json.encode(collects.as_json_dict()) + b"\n")
 
     def _adopt_or_keep(self, target: Path, collects: Collects, *, resume: bool) -> None:
