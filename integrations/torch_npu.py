@@ -13,6 +13,7 @@ Not covered  MindSpeed's C++ extension (integrations/mindspeed.py); calls from C
 from __future__ import annotations
 
 import functools
+import itertools
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -34,53 +35,55 @@ _DYNAMO_CODE = "<eval_with_key>"  # file name of the code of a torch.fx graph
 
 
 class _Seam:
-    """Where an operator takes its arguments: (position, name); what its group_list means by default."""
+    """Where an operator takes its arguments; what its group_list and its axis are by default."""
 
-    __slots__ = ("group_list_at", "group_list_type", "name", "weight_at", "x_at")
+    __slots__ = ("group_list_at", "group_list_type", "group_type", "name", "x_at")
 
     def __init__(
-        self, name: str, *, x_at: int, weight_at: int, group_list_at: int, group_list_type: int
+        self,
+        name: str,
+        *,
+        group_list_at: int,
+        group_list_type: int,
+        x_at: int = 0,
+        group_type: int = 0,
     ) -> None:
         self.name = f"torch_npu.{name}"
-        self.x_at = x_at
-        self.weight_at = weight_at
+        self.x_at = x_at  # the weight follows
         self.group_list_at = group_list_at
         self.group_list_type = group_list_type
+        self.group_type = group_type
+
+
+_WEIGHT_NAMES = ("weight", "quantized_weight", "w")
+_DW = 2  # group_type of a weight gradient
 
 
 # npu_grouped_matmul itself takes group_list by keyword only and has a closure of its own.
 _OTHER_OPS = {
     # w13 of a quantised layer; group_list is cumulative and there is no type argument
     "npu_grouped_matmul_swiglu_quant": _Seam(
-        "npu_grouped_matmul_swiglu_quant",
-        x_at=0,
-        weight_at=1,
-        group_list_at=2,
-        group_list_type=CUMULATIVE,
+        "npu_grouped_matmul_swiglu_quant", group_list_at=2, group_list_type=CUMULATIVE
     ),
     "npu_grouped_matmul_swiglu_quant_v2": _Seam(
-        "npu_grouped_matmul_swiglu_quant_v2",
-        x_at=0,
-        weight_at=1,
-        group_list_at=4,
-        group_list_type=CUMULATIVE,
+        "npu_grouped_matmul_swiglu_quant_v2", group_list_at=4, group_list_type=CUMULATIVE
     ),
     # w2 of a quantised layer, with the un-permutation fused
     "npu_grouped_matmul_finalize_routing": _Seam(
-        "npu_grouped_matmul_finalize_routing",
-        x_at=0,
-        weight_at=1,
-        group_list_at=2,
-        group_list_type=COUNTS,
+        "npu_grouped_matmul_finalize_routing", group_list_at=2, group_list_type=COUNTS
     ),
     "npu_quant_grouped_matmul_dequant": _Seam(
-        "npu_quant_grouped_matmul_dequant",
-        x_at=0,
-        weight_at=1,
-        group_list_at=3,
-        group_list_type=CUMULATIVE,
+        "npu_quant_grouped_matmul_dequant", group_list_at=3, group_list_type=CUMULATIVE
     ),
+    # a weight gradient, added to what is there
+    **{
+        name: _Seam(name, x_at=1, group_list_at=3, group_list_type=CUMULATIVE, group_type=_DW)
+        for name in ("npu_grouped_matmul_add", "npu_grouped_matmul_add_")
+    },
 }
+# operator -> position of ep_world_size; send_counts and recv_counts follow. npu_gmm_alltoallv, the way back of the
+# same layer, is left alone.
+_ALLTOALLV_OPS = {"npu_alltoallv_gmm": 3, "npu_alltoallv_quant_gmm": 5}
 
 
 def install(ctx: Context) -> None:
@@ -89,9 +92,10 @@ def install(ctx: Context) -> None:
     import torch_npu
 
     factories: dict[str, Callable[[Any, Gate], Any]] = {
-        "npu_grouped_matmul": functools.partial(_grouped_matmul, ctx.recorder),
-        "npu_alltoallv_gmm": functools.partial(_alltoallv_gmm, ctx.recorder),
+        name: functools.partial(_alltoallv_gmm, ctx.recorder, f"torch_npu.{name}", at)
+        for name, at in _ALLTOALLV_OPS.items()
     }
+    factories["npu_grouped_matmul"] = functools.partial(_grouped_matmul, ctx.recorder)
     for name, seam in _OTHER_OPS.items():
         factories[name] = functools.partial(_other_op, ctx.recorder, seam)
     for name, factory in factories.items():
@@ -163,24 +167,25 @@ def _other_op(recorder: Recorder, seam: _Seam, original: Any, gate: Gate) -> Any
     def grouped_matmul_op(*args: Any, **kwargs: Any) -> Any:
         out = original(*args, **kwargs)
         if state.on and gate.live:
-            group_list = (
-                args[seam.group_list_at]
-                if len(args) > seam.group_list_at
-                else kwargs.get("group_list")
-            )
-            list_type = kwargs.get("group_list_type", seam.group_list_type)
+            at = seam.group_list_at
+            group_list = args[at] if len(args) > at else kwargs.get("group_list")
+            list_type = kwargs.get("group_list_type")
+            if list_type is None:
+                list_type = seam.group_list_type
+            group_type = kwargs.get("group_type", seam.group_type)
             if is_compiling():
-                compiled.on_group_list(group_list, list_type, 0)
+                compiled.on_group_list(group_list, list_type, group_type)
                 return out
             try:
-                x = args[0] if args else kwargs["x"]
+                at = seam.x_at
+                x = args[at] if len(args) > at else kwargs["x"]
                 weight = (
-                    args[1]
-                    if len(args) > 1
-                    else kwargs.get("weight", kwargs.get("quantized_weight", kwargs.get("w")))
+                    args[at + 1]
+                    if len(args) > at + 1
+                    else next(kwargs[key] for key in _WEIGHT_NAMES if key in kwargs)
                 )
                 weights = weight if isinstance(weight, (list, tuple)) else (weight,)
-                recorder.on_group_list(name, group_list, list_type, 0, (x,), weights)
+                recorder.on_group_list(name, group_list, list_type, group_type, (x,), weights)
             except Exception:
                 guard.failed(name)
         return out
@@ -188,29 +193,30 @@ def _other_op(recorder: Recorder, seam: _Seam, original: Any, gate: Gate) -> Any
     return grouped_matmul_op
 
 
-def _alltoallv_gmm(recorder: Recorder, original: Any, gate: Gate) -> Any:
+def _alltoallv_gmm(
+    recorder: Recorder, seam: str, ep_world_size_at: int, original: Any, gate: Gate
+) -> Any:
     state = STATE
-    seam = "torch_npu.npu_alltoallv_gmm"
 
     @functools.wraps(original)
-    def npu_alltoallv_gmm(*args: Any, **kwargs: Any) -> Any:
+    def alltoallv_gmm(*args: Any, **kwargs: Any) -> Any:
         out = original(*args, **kwargs)
         if state.on and gate.live and not is_compiling():
             try:
                 x = args[0] if args else kwargs["gmm_x"]
                 weight = args[1] if len(args) > 1 else kwargs["gmm_weight"]
-                ep_world_size = args[3] if len(args) > 3 else kwargs["ep_world_size"]
-                recv_counts = args[5] if len(args) > 5 else kwargs["recv_counts"]
+                at = ep_world_size_at
+                ep_world_size = args[at] if len(args) > at else kwargs["ep_world_size"]
+                recv_counts = args[at + 2] if len(args) > at + 2 else kwargs["recv_counts"]
                 # recv_counts[r * E_local + e]: tokens that rank r sends to local expert e
                 num_local = len(recv_counts) // ep_world_size
-                counts = [sum(recv_counts[e::num_local]) for e in range(num_local)]
-                cumulative, total = [], 0
-                for count in counts:
-                    total += count
-                    cumulative.append(total)
-                recorder.on_group_list(seam, cumulative, CUMULATIVE, 0, (x,), (weight,))
+                per_expert = [sum(recv_counts[e::num_local]) for e in range(num_local)]
+                recorder.begin_pass()  # one call is one layer
+                recorder.on_group_list(
+                    seam, list(itertools.accumulate(per_expert)), CUMULATIVE, 0, (x,), (weight,)
+                )
             except Exception:
                 guard.failed(seam)
         return out
 
-    return npu_alltoallv_gmm
+    return alltoallv_gmm

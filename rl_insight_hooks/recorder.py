@@ -102,6 +102,11 @@ class Recorder:
         self._order = 0
         self._backward_seen = False
 
+    def begin_pass(self) -> None:
+        """Let the next grouped matmul begin a layer pass, whatever came before."""
+        self._forward.reset()
+        self._recompute.reset()
+
     def drain(self) -> PendingReading:
         """Take what was counted since the last drain; asynchronous, see :meth:`CounterPool.drain`."""
         return self.pool.drain()
