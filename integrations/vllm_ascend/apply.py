@@ -237,6 +237,9 @@ class MoeSeam:
         )
         if experts is None:
             return None
+        forced = context.forced_routing()
+        if forced is not None:
+            self.recorder.stamps["forced_routing"] = forced
         ref = moe_layer.ref_of(layer)
         draft = moe_layer.is_draft(
             layer, ref.name, ref.number, drafting=forward.get("is_draft_model")

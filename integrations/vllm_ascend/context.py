@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,8 @@ from rl_insight_hooks import topology
 _EXTRA = "vllm_ascend.ascend_forward_context"  # 0.18 and later: _EXTRA_CTX, for both model runners
 _FORWARD = "vllm.forward_context"
 _GROUPS = "vllm.distributed.parallel_state"
+_ASCEND_CONFIG = "vllm_ascend.ascend_config"
+_SIMULATED = "VLLM_MOE_ROUTING_SIMULATION_STRATEGY"  # of vLLM, since 0.10
 
 
 class ForwardContext:
@@ -50,6 +53,19 @@ class ForwardContext:
             return None
         tokens = getattr(metadata, "num_tokens_across_dp_cpu", None)
         return None if tokens is None else tuple(tokens.tolist())
+
+
+def forced_routing() -> str | None:
+    """Return why the experts that the engine computes with are not those that the gate chose, or None."""
+    if os.environ.get(_SIMULATED):
+        return f"{_SIMULATED}={os.environ[_SIMULATED]}: ids are simulated"
+    try:
+        config = sys.modules[_ASCEND_CONFIG].get_ascend_config()
+    except (KeyError, AttributeError, RuntimeError):  # not imported, or not initialised
+        return None
+    if getattr(config, "enable_force_eplb", None) is True:
+        return "enable_force_eplb (vllm-ascend): the engine spreads tokens evenly, whatever the gate chose"
+    return None
 
 
 @dataclass(frozen=True, slots=True)

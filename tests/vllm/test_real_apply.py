@@ -159,3 +159,36 @@ def test_it_does_not_matter_who_is_imported_first(ascend, first):
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=200
     )
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+@truth(
+    "rollout: enable_force_eplb (main's option on 0.18's classes): the gate's ids, stamped",
+    verdict="marked",
+)
+def test_forced_balance_is_stamped(hooked, forward, moe, recorded, tmp_path, monkeypatch):
+    from types import SimpleNamespace
+
+    from vllm_ascend import ascend_config
+
+    monkeypatch.setattr(ascend_config, "_ASCEND_CONFIG", SimpleNamespace(enable_force_eplb=True))
+    layer = moe()
+    with hooked.record(str(tmp_path), step=1, role="rollout"):
+        layer.apply(4, seed=1)
+    load_file, records = recorded()
+    assert records["model.layers.3.mlp.experts"].counts == layer.expected()
+    assert "enable_force_eplb" in load_file.stamps["forced_routing"]
+
+
+def test_simulated_routing_is_stamped(hooked, forward, moe, recorded, tmp_path, monkeypatch):
+    monkeypatch.setenv("VLLM_MOE_ROUTING_SIMULATION_STRATEGY", "uniform_random")
+    layer = moe()
+    with hooked.record(str(tmp_path), step=1, role="rollout"):
+        layer.apply(4, seed=1)
+    assert "uniform_random" in recorded()[0].stamps["forced_routing"]
+
+
+def test_nothing_is_stamped_by_itself(hooked, forward, moe, recorded, tmp_path):
+    layer = moe()
+    with hooked.record(str(tmp_path), step=1, role="rollout"):
+        layer.apply(4, seed=1)
+    assert recorded()[0].stamps == {}
