@@ -62,6 +62,10 @@ class Config:
     collects_roles: list[str] | None = field(
         default=None, metadata={"doc": "roles that the collects file adds up; null: all"}
     )
+    replicas: str = field(
+        default="one",
+        metadata={"doc": '"one" of the ranks that hold the same counts writes, or "all" do'},
+    )
     pack_every: int = field(
         default=0,
         metadata={"doc": "fold finished steps into one packed file every n steps; 0: never"},
@@ -112,6 +116,8 @@ class Config:
             )
         if self.detail not in ("layer", "calls"):
             raise ConfigError(f'{BLOCK}.detail is {self.detail!r}; give "layer" or "calls"')
+        if self.replicas not in ("one", "all"):
+            raise ConfigError(f'{BLOCK}.replicas is {self.replicas!r}; give "one" or "all"')
         for name in ("path", "role"):
             if not isinstance(getattr(self, name), str) or not getattr(self, name):
                 raise ConfigError(

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from rl_insight_hooks import envs, guard
 from rl_insight_hooks.errors import ConfigError
-from rl_insight_hooks.schema import TOKENS_DISJOINT, Parallel
+from rl_insight_hooks.schema import TOKENS_DISJOINT, TOKENS_REPLICATED, Parallel
 
 _PARALLEL_FIELDS = tuple(Parallel.__struct_fields__)
 
@@ -31,6 +31,13 @@ class Place:
         None  # global id of the first local expert; None: worked out from ep_rank
     )
     tokens_layout: str = TOKENS_DISJOINT
+
+    @property
+    def replica_rank(self) -> int | None:
+        """Which of the ranks with the same counts this is; None where no other rank has them."""
+        if self.tokens_layout != TOKENS_REPLICATED or self.parallel.replica_group is None:
+            return None
+        return self.parallel.etp_rank
 
 
 Provider = Callable[[Place], None]

@@ -100,6 +100,7 @@ class Writer:
         self._unwritten: OrderedDict[Path, bytes] = OrderedDict()
         self._summaries: dict[str, tuple[int | None, dict[str, float]]] = {}
         self._swept: set[str] = set()
+        self._said: set[str] = set()
         self._started_unix_s = time.time()
         self.writer_id = f"{platform.node()}-{os.getpid()}-{int(self._started_unix_s * 1000)}"
         self._made_run_id = f"{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{os.getpid()}"
@@ -174,14 +175,24 @@ class Writer:
                 sweep_temp_files(path)
         if not result.write_empty and not gathered.has_calls:
             return
+        for where, num in guard.take_failures(of_writer=True).items():
+            gathered.failed[where] = gathered.failed.get(where, 0) + num
+        if config.replicas == "one" and result.place.replica_rank is not None:
+            gathered.stamps["replicas"] = (
+                "the ranks of an expert-tensor-parallel group hold the same counts: its first alone writes"
+            )
+            if result.place.replica_rank and not (gathered.failed or gathered.dropped):
+                self._say_once(
+                    f"rank {result.place.rank} writes no loads: it holds the counts of the first rank of its "
+                    "expert-tensor-parallel group (replicas: all makes every rank write)"
+                )
+                return
         if config.collects and (
             config.collects_roles is None or result.role in config.collects_roles
         ):
             self._write_collects(result, readings, gathered.phase_of_eval)
         run_id = config.run_id or envs.run_id() or self._made_run_id
         numbers = self._numbers.setdefault(result.role, LayerNumbers())
-        for where, num in guard.take_failures(of_writer=True).items():
-            gathered.failed[where] = gathered.failed.get(where, 0) + num
         load_file = build_load_file(
             gathered, numbers, run_id=run_id, writer=self.writer_id, phases=config.phases
         )
@@ -191,6 +202,11 @@ class Writer:
         if self._write(target, encode_load_file(load_file)):
             self._pack(result, target)
         self._summaries[result.role] = (load_file.step, loadstats.summary(load_file))
+
+    def _say_once(self, text: str) -> None:
+        if text not in self._said:
+            self._said.add(text)
+            _log.info("%s", text)
 
     def _gather(self, result: RegionResult, readings: list[SlotReading]) -> RoleStep:
         key = (result.path, result.role)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank of a real Megatron-Core MoE on CPU: python rank_main.py OUT RANK WORLD EP CHECKPOINT WATCH
+"""One rank of a real Megatron-Core MoE on CPU: python rank_main.py OUT RANK WORLD EP ETP CHECKPOINT WATCH
 
 Prints, as JSON on its last line, what this rank's routers chose: {"forward": [layer][global expert], ...}.
 Only ``SequentialMLP`` runs on CPU; the alltoall dispatcher and its collectives are the real ones, over gloo.
@@ -54,10 +54,26 @@ def cpu_only():
         return all_to_all(output, input, *sizes, **kwargs)
 
     dist.all_to_all_single = torch.distributed.all_to_all_single = with_lists
+
+    def gather_each(outputs, input, group=None, **kwargs):  # gloo gathers equal sizes only
+        for output, source in zip(outputs, dist.get_process_group_ranks(group), strict=True):
+            if source == dist.get_rank():
+                output.copy_(input)
+            dist.broadcast(output, src=source, group=group)
+
+    def reduce_each(output, inputs, group=None, **kwargs):
+        for part, target in zip(inputs, dist.get_process_group_ranks(group), strict=True):
+            total = part.clone()
+            dist.all_reduce(total, group=group)
+            if target == dist.get_rank():
+                output.copy_(total)
+
+    torch.distributed.all_gather = gather_each
+    torch.distributed.reduce_scatter = reduce_each
     torch.Tensor.cuda = lambda self, *a, **k: self
 
 
-def main(out, rank, world, ep, kind, watched):
+def main(out, rank, world, ep, etp, kind, watched):
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
     cpu_only()
     dist.init_process_group(
@@ -74,7 +90,9 @@ def main(out, rank, world, ep, kind, watched):
     moe_utils = sys.modules["megatron.core.transformer.moe.moe_utils"]
     moe_utils.te_general_gemm = getattr(moe_utils, "te_general_gemm", None)
 
-    parallel_state.initialize_model_parallel(expert_model_parallel_size=ep)
+    parallel_state.initialize_model_parallel(
+        expert_model_parallel_size=ep, expert_tensor_parallel_size=etp
+    )
     config = TransformerConfig(
         num_layers=NUM_LAYERS,
         hidden_size=HIDDEN,
@@ -89,6 +107,7 @@ def main(out, rank, world, ep, kind, watched):
         add_bias_linear=False,
         use_cpu_initialization=True,
         expert_model_parallel_size=ep,
+        expert_tensor_parallel_size=etp,
         moe_router_dtype="fp32",
     )
     spec = get_moe_module_spec(use_te=False, num_experts=NUM_EXPERTS, moe_grouped_gemm=False)
@@ -113,6 +132,7 @@ def main(out, rank, world, ep, kind, watched):
         layer.router.register_forward_hook(count(index))
     if watched:
         assert rih.watch(layers) == NUM_LAYERS
+    rih.configure(replicas=os.environ["TEST_REPLICAS"])
     torch.manual_seed(100 + rank)
     with rih.record(f"{out}/data", step=1, role="update"):
         for _ in range(2):
@@ -133,5 +153,5 @@ def main(out, rank, world, ep, kind, watched):
 
 
 if __name__ == "__main__":
-    out, rank, world, ep, kind, watched = sys.argv[1:]
-    main(out, int(rank), int(world), int(ep), kind, watched == "True")
+    out, rank, world, ep, etp, kind, watched = sys.argv[1:]
+    main(out, int(rank), int(world), int(ep), int(etp), kind, watched == "True")

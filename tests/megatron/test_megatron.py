@@ -13,10 +13,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from rl_insight_hooks.report.check import check
 from rl_insight_hooks.report.load import load
 from rl_insight_hooks.schema import decode_load_file
 
 HERE = Path(__file__).parent
+NUM_TOKENS, TOP_K = 24, 2  # as in rank_main.py
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("megatron") is None,
@@ -24,8 +26,8 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def run_ranks(out, world, ep, kind, watched):
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+def run_ranks(out, world, ep, kind, watched, *, etp=1, replicas="one"):
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "TEST_REPLICAS": replicas}
     ranks = [
         subprocess.Popen(
             [
@@ -35,6 +37,7 @@ def run_ranks(out, world, ep, kind, watched):
                 str(rank),
                 str(world),
                 str(ep),
+                str(etp),
                 kind,
                 str(watched),
             ],
@@ -94,3 +97,43 @@ def test_expert_parallel(tmp_path):
         assert (file.num_experts, file.top_k) == (8, 2)
         assert {len(r.counts) for r in file.records} == {2}
         assert {r.seam for r in file.records} == {"megatron.SequentialMLP"}
+
+
+@pytest.mark.truth(
+    scenario="expert and data parallelism over 4 processes: ranks add up",
+    seam="megatron.SequentialMLP",
+    version="core",
+    verdict="exact",
+)
+def test_expert_and_data_parallel(tmp_path):
+    truth = run_ranks(tmp_path, 4, 2, "reentrant", False)
+    assert np.array_equal(merged(tmp_path / "data", "forward"), truth["forward"])
+    assert np.array_equal(merged(tmp_path / "data", "recompute"), truth["recompute"])
+    assert merged(tmp_path / "data", "forward").sum() == 3 * 2 * 4 * NUM_TOKENS * TOP_K
+
+
+@pytest.mark.truth(
+    scenario="expert and expert-tensor parallelism over 4 processes: replicas count once",
+    seam="megatron.SequentialMLP",
+    version="core",
+    verdict="exact",
+)
+@pytest.mark.parametrize("replicas", ["one", "all"])
+def test_expert_tensor_parallel(tmp_path, replicas):
+    truth = run_ranks(tmp_path, 4, 2, "none", True, etp=2, replicas=replicas)
+    counts = merged(tmp_path / "data", "forward")
+    assert np.array_equal(counts, truth["forward"])
+    assert counts.sum() == 3 * 2 * 4 * NUM_TOKENS * TOP_K  # layers, micro-batches, ranks
+    folders = sorted(p.name for p in (tmp_path / "data/step_1/update").iterdir())
+    writers = {"one": ["rank0", "rank2"], "all": ["rank0", "rank1", "rank2", "rank3"]}[replicas]
+    assert folders == writers
+    assert sorted(p.name for p in (tmp_path / "data").glob("*.json")) == [
+        f"eplb_token_collects_{name.removeprefix('rank')}.json" for name in writers
+    ]
+    for name in writers:
+        path = tmp_path / "data/step_1/update" / name / "group_list.json"
+        file = decode_load_file(path.read_bytes())
+        assert file.tokens_layout == "replicated"
+        assert ("replicas" in file.stamps) == (replicas == "one")
+    found = check(tmp_path / "data")
+    assert found.num_errors == 0, found.problems
