@@ -97,6 +97,9 @@ def _gather(step: Any) -> dict[str, float]:
     for group in groups.values():
         ask = getattr(group, SUMMARY_METHOD, None)
         if ask is not None:
-            of_ranks.extend(answer for answer in ask(step) if answer)
+            with guard.failsafe(
+                "verl.summary"
+            ):  # e.g. its workers run without us: the others' still count
+                of_ranks.extend(answer for answer in ask(step) if answer)
     merged: dict[str, float] = merge(of_ranks)
     return merged

@@ -159,6 +159,28 @@ def test_the_same_folder_on_this_machine_needs_no_copy(sources, tmp_path):
     assert not (tmp_path / "home").exists()
 
 
+def test_nothing_is_ever_asked(sshd, tmp_path, monkeypatch):
+    """A host whose key is not known: ssh would ask; a program that answers for the user is there, and is not run."""
+    asked = tmp_path / "asked"
+    answer = tmp_path / "askpass"
+    answer.write_text(f"#!/bin/sh\ntouch {asked}\necho yes\n")
+    answer.chmod(0o755)
+    monkeypatch.setenv("SSH_ASKPASS", str(answer))
+    monkeypatch.setenv("SSH_ASKPASS_REQUIRE", "force")
+    monkeypatch.setenv("DISPLAY", ":0")
+    config = tmp_path / "config"
+    text = sshd.config.read_text().replace("accept-new", "ask")
+    config.write_text(text.replace(f"{sshd.folder}/known_hosts", f"{tmp_path}/known_hosts"))
+    write_node(tmp_path / "one", [0], [1])
+    settings = SshSettings(args=("-F", str(config)), timeout_s=60)
+    source = SshSource(parse_address(f"alpha:{tmp_path}/one"), INCLUDE, settings)
+    (result,) = gather([source], tmp_path / "home").sources
+    assert result.status == "failed"
+    assert "Host key verification failed" in result.message
+    assert "StrictHostKeyChecking=accept-new" in result.fix
+    assert not asked.exists()
+
+
 def test_names_with_spaces_quotes_and_backslashes(sources, tmp_path):
     one = tmp_path / 'it\'s $HOME; "x"'
     path = one / "step_1" / "a role\\with 'quotes' $(x) -rf" / "rank0" / "group_list.json"

@@ -65,19 +65,22 @@ def python(npu_env):
     return run
 
 
+def save_model(path, env):
+    code = "import sys, tiny_model; tiny_model.save(sys.argv[1])"
+    subprocess.run([sys.executable, "-c", code, path], env=env, check=True, capture_output=True)
+    return path
+
+
 @pytest.fixture(scope="session")
 def model(npu_env, tmp_path_factory):
-    path = tmp_path_factory.mktemp("model")
-    code = "import sys, tiny_model; tiny_model.save(sys.argv[1])"
-    subprocess.run([sys.executable, "-c", code, path], env=npu_env, check=True, capture_output=True)
-    return path
+    return save_model(tmp_path_factory.mktemp("model"), npu_env)
 
 
 @pytest.fixture
 def run_ranks(npu_env, model, tmp_path):
     """Run rank_main.py on ``num_ranks`` ranks (gloo); return each rank's result."""
 
-    def run(num_ranks, *overrides, **env):
+    def run(num_ranks, *overrides, model=model, **env):
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]

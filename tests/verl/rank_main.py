@@ -8,33 +8,46 @@ The plugin comes up by verl's entry point. Prints what the routers chose, by (st
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import sys
 
 import cpu_run
 import torch
+import torch_npu
 from router_truth import RouterTruth
 
 STEPS = (1, 2)
+PRISTINE = [
+    torch_npu.npu_grouped_matmul,
+    torch.ops.npu.npu_grouped_matmul,
+]  # a name would be rebound
 
 
 def main() -> None:
     model, result = sys.argv[1:3]
-    import cpu_platform  # noqa: F401
+    import verl  # its entry point (before 0.9: VERL_USE_EXTERNAL_MODULES) brings the hooks up, or not
+
+    if importlib.util.find_spec("verl.plugin") is not None:
+        import cpu_platform  # noqa: F401
+    else:
+        import cpu_older  # noqa: F401
+    import verl.models.transformers.npu_patch as npu_patch
     import verl.utils.torch_functional as functional
-    from verl.models.transformers.npu_patch import apply_npu_patches
     from verl.workers.engine_workers import ActorRolloutRefWorker
 
-    import verl  # noqa: F401 - its entry point brings the hooks up, or not
-
+    if os.environ.get("TEST_REPATCH") == "1":
+        _overwrite_while_the_engine_is_built()
     functional.NPU_CROSS_ENTROPY_LOSS_AVAILABLE = False  # the one operator without a CPU kernel
     torch.distributed.init_process_group("gloo")
-    apply_npu_patches()
+    if hasattr(npu_patch, "apply_npu_patches"):  # before 0.9 its import applies them
+        npu_patch.apply_npu_patches()
     worker = ActorRolloutRefWorker(
         cpu_run.compose(model, sys.argv[3:]).actor_rollout_ref, role="actor"
     )
     worker.init_model()
+    hooked = hasattr(torch_npu.npu_grouped_matmul, "__rl_insight_hooks__")
     truth = RouterTruth(worker.actor.engine.module)
     carry = os.environ.get("TEST_CARRY", "1") == "1"
     profile = os.environ.get("TEST_PROFILE") == "1"
@@ -55,9 +68,26 @@ def main() -> None:
             worker.stop_profile()
     metrics = worker.rl_insight_summary(STEPS[-1]) if hasattr(worker, "rl_insight_summary") else {}
     with open(f"{result}.{worker.rank}", "w") as file:
-        json.dump({"counts": truth.as_json(), "metrics": metrics}, file)
+        json.dump(
+            {"counts": truth.as_json(), "metrics": metrics, "hooked": hooked}
+            | {"verl": verl.__version__},
+            file,
+        )
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
+
+
+def _overwrite_while_the_engine_is_built() -> None:
+    """As MindSpeed's repatch: what stands on the operator is thrown away while the model is made."""
+    from verl.workers.engine import FSDPEngine
+
+    build = FSDPEngine._build_model_optimizer
+
+    def build_and_repatch(engine):
+        build(engine)
+        torch_npu.npu_grouped_matmul, torch.ops.npu.npu_grouped_matmul = PRISTINE
+
+    FSDPEngine._build_model_optimizer = build_and_repatch
 
 
 if __name__ == "__main__":

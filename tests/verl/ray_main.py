@@ -18,6 +18,7 @@ STEPS = (1, 2)
 def main() -> None:
     model, out, ray_tmp = sys.argv[1:]
     from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
+    from verl.single_controller.ray.base import create_colocated_worker_cls
     from verl.utils.tracking import Tracking
     from verl.workers.engine_workers import ActorRolloutRefWorker
 
@@ -36,8 +37,11 @@ def main() -> None:
     init = RayClassWithInitArgs(
         cls=ray.remote(ActorRolloutRefWorker), config=config.actor_rollout_ref, role="actor"
     )
+    # as the trainers do it: one process for all roles of a pool, a group for each role
     pool = RayResourcePool([2], use_gpu=False, max_colocate_count=1)
-    group = RayWorkerGroup(resource_pool=pool, ray_cls_with_init=init, device_name="cpu")
+    colocated = create_colocated_worker_cls(class_dict={"actor_rollout": init})
+    whole = RayWorkerGroup(resource_pool=pool, ray_cls_with_init=colocated, device_name="cpu")
+    group = whole.spawn(prefix_set={"actor_rollout"})["actor_rollout"]
     group.init_model()
 
     logged: list = []

@@ -136,3 +136,18 @@ def test_a_failing_group_does_not_touch_the_log(python, model):
     seen, asked, _ = python(code, model, RL_INSIGHT_HOOKS="1")
     assert asked == 1
     assert seen[2:] == [[{"actor/loss": 0.25}, 7]] * 2
+
+
+def test_a_failing_group_does_not_hide_the_others(python, model):
+    code = _TRACKER.replace("FAIL", "").replace(
+        "trainer.actor_rollout_wg = trainer.ref_policy_wg = Workers()",
+        """
+class Broken(Workers):
+    def rl_insight_summary(self, step):
+        raise RuntimeError("a worker died")
+trainer.actor_rollout_wg, trainer.critic_wg = Broken(), Workers()
+""",
+    )
+    seen, _, _ = python(code, model, RL_INSIGHT_HOOKS="1")
+    assert seen[2][0]["actor/loss"] == 0.25
+    assert seen[2][0]["moe_load/actor_update/max_over_mean"] == 3.5

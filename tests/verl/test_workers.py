@@ -37,6 +37,21 @@ def test_two_steps_on_two_ranks(run_ranks, tmp_path):
     assert not list(out.rglob("eplb_token_collects_*"))
 
 
+def test_hooks_are_there_again_once_the_engine_is_built(run_ranks, tmp_path):
+    """Somebody puts the pristine operator back while verl builds its FSDP engine."""
+    out = tmp_path / "out"
+    (result,) = run_ranks(1, RL_INSIGHT_HOOKS="1", RL_INSIGHT_HOOKS_PATH=str(out), TEST_REPATCH="1")
+    assert result["hooked"]  # at once, not only when the first stage begins
+    truth, files = truth_of(result), recorded(out, 0)
+    for layer in (0, 1):
+        (record,) = [
+            r
+            for r in files["step_1", "actor_compute_log_prob"].records
+            if (r.layer, r.phase) == (layer, "forward")
+        ]
+        assert record.counts == truth[1, "actor_compute_log_prob", layer, "forward"]
+
+
 def test_metrics_are_those_of_the_step(run_ranks, tmp_path):
     (result,) = run_ranks(1, RL_INSIGHT_HOOKS="1", RL_INSIGHT_HOOKS_PATH=str(tmp_path / "out"))
     rows = [
