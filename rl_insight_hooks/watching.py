@@ -97,9 +97,9 @@ def _enter_hook(layer: Layer) -> Any:
             return
         state.layer = layer
         state.armed = True
-        state.evaluating = not module.training
         state.num_tokens = 0
         try:
+            state.evaluating = not module.training
             state.num_tokens = _num_tokens(args, kwargs)
         except Exception:
             guard.failed("watch")

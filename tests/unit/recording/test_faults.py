@@ -35,7 +35,7 @@ FILES = {str(PACKAGE / f"{name}.py") for name in CORE} | {str(REPO / "integratio
 
 # Functions that a host calls directly: they guard themselves with a try.
 ENTRIES = {
-    "torch_npu.py": {"npu_grouped_matmul", "grouped_matmul_op", "npu_alltoallv_gmm"},
+    "torch_npu.py": {"npu_grouped_matmul", "grouped_matmul_op", "alltoallv_gmm"},
     "watching.py": {"enter", "_leave"},
 }
 
