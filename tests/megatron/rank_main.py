@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """One rank of a real Megatron-Core MoE on CPU: python rank_main.py OUT RANK WORLD EP ETP CHECKPOINT WATCH
 
-Prints, as JSON on its last line, what this rank's routers chose: {"forward": [layer][global expert], ...}.
+Prints, as JSON on its last line, what this rank's routers chose: {"forward": [layer][global expert], ...}, and
+"digest", a hash of outputs and gradients.
 Only ``SequentialMLP`` runs on CPU; the alltoall dispatcher and its collectives are the real ones, over gloo.
 """
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import importlib
 import json
 import os
 import sys
@@ -73,6 +77,20 @@ def cpu_only():
     torch.Tensor.cuda = lambda self, *a, **k: self
 
 
+def break_ours(where):
+    """Make a function of ours, "module:Class.method" or "module:function", raise for good."""
+    module, _, name = where.partition(":")
+    owner = importlib.import_module(module)
+    *parents, last = name.split(".")
+    for parent in parents:
+        owner = getattr(owner, parent)
+
+    def broken(*args, **kwargs):
+        raise RuntimeError("injected")
+
+    setattr(owner, last, broken)
+
+
 def main(out, rank, world, ep, etp, kind, watched):
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
     cpu_only()
@@ -133,8 +151,15 @@ def main(out, rank, world, ep, etp, kind, watched):
     if watched:
         assert rih.watch(layers) == NUM_LAYERS
     rih.configure(replicas=os.environ["TEST_REPLICAS"])
+    breaks = os.environ.get("TEST_BREAK")
+    region = rih.record(f"{out}/data", step=1, role="update")
+    if breaks == "off":
+        region = contextlib.nullcontext()
+    elif breaks:
+        break_ours(breaks)
+    digest = hashlib.sha256()
     torch.manual_seed(100 + rank)
-    with rih.record(f"{out}/data", step=1, role="update"):
+    with region:
         for _ in range(2):
             x = torch.randn(TOKENS, 1, HIDDEN, requires_grad=True)
             for layer in layers:
@@ -147,8 +172,11 @@ def main(out, rank, world, ep, etp, kind, watched):
             phase[0] = "recompute"
             x.sum().backward()
             phase[0] = "forward"
+            digest.update(x.detach().numpy().tobytes())
+    for parameter in layers.parameters():
+        digest.update(parameter.grad.numpy().tobytes())
     assert rih.flush()
-    print(json.dumps(truth))
+    print(json.dumps({**truth, "digest": digest.hexdigest()}))
     dist.barrier()
 
 

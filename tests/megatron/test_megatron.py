@@ -26,8 +26,8 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def run_ranks(out, world, ep, kind, watched, *, etp=1, replicas="one"):
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "TEST_REPLICAS": replicas}
+def run_ranks(out, world, ep, kind, watched, *, etp=1, replicas="one", broken=""):
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "TEST_REPLICAS": replicas, "TEST_BREAK": broken}
     ranks = [
         subprocess.Popen(
             [
@@ -48,11 +48,13 @@ def run_ranks(out, world, ep, kind, watched, *, etp=1, replicas="one"):
         )
         for rank in range(world)
     ]
-    truths = []
+    truths, digests = [], []
     for process in ranks:
         stdout, stderr = process.communicate(timeout=240)
         assert process.returncode == 0, stderr[-3000:]
         truths.append(json.loads(stdout.strip().splitlines()[-1]))
+        digests.append(truths[-1].pop("digest"))
+    run_ranks.digests = digests
     return {phase: np.sum([t[phase] for t in truths], axis=0) for phase in truths[0]}
 
 
@@ -137,3 +139,26 @@ def test_expert_tensor_parallel(tmp_path, replicas):
         assert ("replicas" in file.stamps) == (replicas == "one")
     found = check(tmp_path / "data")
     assert found.num_errors == 0, found.problems
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        "rl_insight_hooks.recorder:Recorder.on_counts",
+        "rl_insight_hooks.recorder:Recorder._slot",
+        "rl_insight_hooks.integrations.megatron:_find_layer",
+        "rl_insight_hooks.layers:LayerRegistry.of_module",
+        "rl_insight_hooks.watching:_num_tokens",
+    ],
+)
+def test_a_failure_of_ours_changes_nothing(tmp_path, broken):
+    """Outputs and gradients are those of a run without us, bit by bit; the failure is in the file."""
+    (tmp_path / "off").mkdir()
+    (tmp_path / "on").mkdir()
+    run_ranks(tmp_path / "off", 1, 1, "non-reentrant", False, broken="off")
+    without = run_ranks.digests
+    run_ranks(tmp_path / "on", 1, 1, "non-reentrant", True, broken=broken)
+    assert run_ranks.digests == without
+    assert not (tmp_path / "off/data").exists()
+    file = decode_load_file((tmp_path / "on/data/step_1/update/rank0/group_list.json").read_bytes())
+    assert sum(file.failed.values()) > 0
