@@ -256,3 +256,32 @@ def test_no_replacement_is_taken_for_a_decorator(rih, gmm):
     assert len(patches) >= 6
     for patch in patches:
         assert not patch.replacement.__name__.endswith(("wrapper", "decorator"))
+
+
+@pytest.mark.parametrize("broken", ["on_group_list", "_on_dw", "_add_any", "_slot"])
+@pytest.mark.parametrize("list_type", [0, 1])
+def test_a_failure_of_ours_changes_nothing(rih, gmm, tmp_path, monkeypatch, broken, list_type):
+    def step():
+        up, down = weights()
+        x = torch.linspace(-1, 1, sum(FIRST) * HIDDEN).reshape(-1, HIDDEN).requires_grad_()
+        counts = torch.tensor(FIRST)
+        group_list = counts if list_type else counts.cumsum(0)
+        function = gmm.npu_gmm_v2 if list_type else gmm.npu_gmm
+        out = function(function(x, up, group_list=group_list).tanh(), down, group_list=group_list)
+        out.square().sum().backward()
+        return out.detach(), x.grad, up.grad, down.grad
+
+    alone = step()
+    rih.install()
+    from rl_insight_hooks.recorder import Recorder
+
+    def raises(*args, **kwargs):
+        raise RuntimeError("injected")
+
+    monkeypatch.setattr(Recorder, broken, raises)
+    with rih.record(tmp_path, step=1, role="r"):
+        beside_us = step()
+    rih.flush()
+    for mine, theirs in zip(beside_us, alone, strict=True):
+        assert torch.equal(mine, theirs)
+    assert sum(read(tmp_path, 1, "r").failed.values()) > 0
