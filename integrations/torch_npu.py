@@ -141,9 +141,10 @@ def _grouped_matmul(recorder: Recorder, original: Any, gate: Gate) -> Any:
                     kwargs.get("group_type"),
                 )
                 return out
-            if sys._getframe(1).f_code.co_filename.startswith(_DYNAMO_CODE):
-                return out  # a compiled graph run by Python: what was traced above speaks
             try:
+                caller = sys._getframe().f_back  # None: called by C code
+                if caller is not None and caller.f_code.co_filename.startswith(_DYNAMO_CODE):
+                    return out  # a compiled graph run by Python: what was traced above speaks
                 recorder.on_group_list(
                     seam,
                     kwargs.get("group_list"),

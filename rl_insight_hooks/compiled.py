@@ -21,13 +21,22 @@ except ImportError:  # pragma: no cover - exercised where torch is absent
         return False
 
 
+try:
+    from torch.compiler import is_exporting
+except ImportError:  # pragma: no cover - torch before 2.7
+
+    def is_exporting() -> bool:
+        """Old releases do not tell."""
+        return False
+
+
 __all__ = ["is_compiling", "on_group_list"]
 
 
 def on_group_list(group_list: Any, group_list_type: int, group_type: int | None) -> None:
     """Add the counts of the watched layer under way, once a pass. Traced by Dynamo, never run as such."""
-    if group_type == 2 or STATE.claims:
-        return
+    if group_type == 2 or STATE.claims or is_exporting():
+        return  # an exported program is the host's to keep: nothing of ours goes into it
     layer = STATE.layer
     if layer is None:
         STATE.compiled_unwatched = True
@@ -40,6 +49,10 @@ def on_group_list(group_list: Any, group_list_type: int, group_type: int | None)
         or group_list_type not in (0, 1)
         or group_list is None
         or isinstance(group_list, list)
+        # an error here would be the host's: local experts, or a model that moved after watch
+        or group_list.shape != buf.shape
+        or group_list.device != buf.device
+        or group_list.is_floating_point()
     ):
         STATE.compiled_unwatched = True
         return

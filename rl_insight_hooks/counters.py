@@ -135,8 +135,15 @@ class CounterPool:
         id_space: str | None = None,
         draft: bool = False,
     ) -> Slot:
-        """Return a new slot whose row is zero, on ``device``."""
+        """Return a new slot whose row is zero, on ``device``.
+
+        Raises:
+            ValueError: tensors that hold no data (meta or fake ones): there is nothing to count.
+        """
         import torch
+
+        if device.type == "meta":
+            raise ValueError("meta tensors hold no counts")
 
         index = next(
             (
@@ -152,6 +159,8 @@ class CounterPool:
             # inference_mode would make a tensor that a later training step may not add to
             with torch.inference_mode(False), torch.no_grad():
                 rows = torch.zeros((ROWS_PER_CHUNK, width), dtype=torch.int64, device=device)
+            if type(rows) is not torch.Tensor:
+                raise ValueError(f"{type(rows).__name__}s hold no counts")
             self._chunks.append(_Chunk(rows))
             index = len(self._chunks) - 1
         chunk = self._chunks[index]
@@ -199,7 +208,7 @@ def _to_host(snapshot: torch.Tensor) -> tuple[torch.Tensor, Any]:
         return snapshot, None
     if _pinned_ok:
         try:
-            host = torch.empty(snapshot.shape, dtype=snapshot.dtype, pin_memory=True)
+            host = torch.empty(snapshot.shape, dtype=snapshot.dtype, device="cpu", pin_memory=True)
             host.copy_(snapshot, non_blocking=True)
             event = torch.get_device_module(snapshot.device).Event()
             event.record()

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
 _LAYER_IN_NAME = re.compile(r"(?:^|\.)(?:layers|h|blocks|decoder_layers)\.(\d+)(?:\.|$)")
 _MAX_FRAMES = 16
+_MAX_LAYERS_BY_ORDER = (
+    4096  # more passes in one forward are no layers: nothing tells where one ends
+)
 
 
 class LayerRef(NamedTuple):
@@ -57,12 +60,12 @@ class LayerRegistry:
         )
         self._by_order: list[Layer] = []
         self._by_key: dict[tuple[object, ...], Layer] = {}
-        self._num_layers = 0
+        self._layers: list[Layer] = []
         self._unknown: Layer | None = None
 
     def _new(self, number: int | None, name: str | None, source: str) -> Layer:
-        layer = Layer(self._num_layers, number, name, source)
-        self._num_layers += 1
+        layer = Layer(len(self._layers), number, name, source)
+        self._layers.append(layer)
         return layer
 
     def of_module(self, module: torch.nn.Module) -> Layer:
@@ -82,8 +85,14 @@ class LayerRegistry:
             layer.number, layer.source = number, LAYER_FROM_MODULE
         return layer
 
+    def of_serial(self, serial: int) -> Layer:
+        """Return the layer of that ``serial``; the unknown one where there is none."""
+        return self._layers[serial] if 0 <= serial < len(self._layers) else self.unknown
+
     def of_order(self, order: int) -> Layer:
         """Return the layer that is ``order``-th in a forward pass of plain functions."""
+        if order >= _MAX_LAYERS_BY_ORDER:
+            return self.unknown
         while len(self._by_order) <= order:
             self._by_order.append(self._new(None, None, LAYER_FROM_CALL_ORDER))
         return self._by_order[order]
@@ -176,7 +185,10 @@ def calling_module(depth: int) -> torch.nn.Module | None:
     """Return the nearest ``nn.Module`` whose method is on the stack ``depth`` frames up or above, or None."""
     import torch
 
-    frame = sys._getframe(depth)
+    try:
+        frame = sys._getframe(depth)
+    except ValueError:  # called by C code, with no such frame above
+        return None
     for _ in range(_MAX_FRAMES):
         names = frame.f_code.co_varnames
         if names and names[0] == "self" and frame.f_code.co_argcount:
@@ -195,7 +207,10 @@ def called_from_backward(depth: int) -> bool:
     Used inside the autograd engine only: an autograd Function's ``backward`` makes dx and dw calls, while a
     recompute runs a ``forward`` below the checkpoint's ``backward``.
     """
-    frame = sys._getframe(depth)
+    try:
+        frame = sys._getframe(depth)
+    except ValueError:  # called by C code: the engine
+        return True
     for _ in range(64):
         name = frame.f_code.co_name
         if name == "backward":

@@ -40,7 +40,8 @@ from rl_insight_hooks.state import STATE
 if TYPE_CHECKING:
     import torch
 
-# Attribute on a group_list tensor: the layer that used it in forward. Backward gets the same object.
+# Attribute on a group_list tensor: serial of the layer that used it in forward. Backward gets the same object.
+# An int, since a host may pickle the tensor: nothing of ours must be needed to load it.
 _LAYER_TAG = "_rl_insight_layer"
 
 _WEIGHT_GROUP_TYPE = 2  # group_type of a dW call (K axis); 0 is forward and dX (M axis)
@@ -142,7 +143,8 @@ class Recorder:
         state = STATE
         if state.claims:
             if state.claimed is not None and hasattr(group_list, "dim"):
-                setattr(group_list, _LAYER_TAG, state.claimed)  # its gradients come without a claim
+                # its gradients come without a claim
+                setattr(group_list, _LAYER_TAG, state.claimed.serial)
             return
         if group_type == _WEIGHT_GROUP_TYPE:
             self._on_dw(seam, group_list, group_list_type)
@@ -188,7 +190,7 @@ class Recorder:
             slot.num_tokens += state.num_tokens
         tracker.slot = slot
         if slot is not None and group_list is not None and type(group_list) is not list:
-            setattr(group_list, _LAYER_TAG, layer)
+            setattr(group_list, _LAYER_TAG, layer.serial)
             if self.detail_calls:
                 self._log_call(slot, group_list)
 
@@ -227,10 +229,7 @@ class Recorder:
                     tracker.slot.num_calls += 1
                 return
             if backward:
-                layer, phase = (
-                    getattr(group_list, _LAYER_TAG, None) or self.layers.unknown,
-                    PHASE_DX,
-                )
+                layer, phase = self._layer_of_forward(group_list), PHASE_DX
             else:
                 module = calling_module(depth + 1)
                 layer = self.layers.unknown if module is None else self.layers.of_module(module)
@@ -239,7 +238,7 @@ class Recorder:
             layer, phase, seam, group_list, group_list_type, x, weight
         )
         if phase is PHASE_RECOMPUTE and group_list is not None and type(group_list) is not list:
-            setattr(group_list, _LAYER_TAG, layer)
+            setattr(group_list, _LAYER_TAG, layer.serial)
         if self.detail_calls and slot is not None:
             self._log_call(slot, group_list)
 
@@ -253,8 +252,11 @@ class Recorder:
         if (same_list or same_dx_pass) and self._dw_slot is not None:
             self._dw_slot.num_calls += 1
             return
-        layer = getattr(group_list, _LAYER_TAG, None) or self.layers.unknown
+        layer = self._layer_of_forward(group_list)
         self._dw_slot = self._add_any(layer, PHASE_DW, seam, group_list, group_list_type, (), ())
+
+    def _layer_of_forward(self, group_list: Any) -> Layer:
+        return self.layers.of_serial(getattr(group_list, _LAYER_TAG, -1))
 
     def _add_any(
         self,
@@ -313,7 +315,8 @@ class Recorder:
     def _add_host(slot: Slot, counts: list[int]) -> None:
         import torch
 
-        slot.buf.add_(torch.tensor(counts, dtype=torch.int64))
+        # the device is named: a host may have set another default
+        slot.buf.add_(torch.tensor(counts, dtype=torch.int64, device="cpu"))
 
     def _slot(
         self,
@@ -375,7 +378,7 @@ class Recorder:
         else:
             phase = PHASE_EVAL if evaluating else PHASE_FORWARD
         if not isinstance(counts, torch.Tensor):
-            counts = torch.tensor(list(counts), dtype=torch.int64)
+            counts = torch.tensor(list(counts), dtype=torch.int64, device="cpu")
         elif counts.is_floating_point():
             counts = counts.to(torch.int64)
         n = len(counts)
