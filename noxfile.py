@@ -16,6 +16,7 @@ import nox
 
 nox.options.sessions = [
     "lint",
+    "docs",
     "unit",
     "wheel",
     "browser",
@@ -123,10 +124,28 @@ def installed(session: nox.Session, folder: str) -> bool:
 
 
 @nox.session
+def docs(session: nox.Session) -> None:
+    """The site, with warnings as errors."""
+    install_package(session)
+    session.install("sphinx>=7", "myst-parser>=3", "furo")
+    out = str(Path(session.create_tmp()).resolve() / "site")
+    session.run("sphinx-build", "-W", "--keep-going", "-q", "-E", "-b", "html", "docs", out)
+    session.log(f"built: {out}/index.html")
+
+
+@nox.session
 def npu(session: nox.Session) -> None:
-    """The real torch_npu, msprobe and verl on CPU."""
+    """The real torch_npu, msprobe and verl on CPU, with the wheels of older verl."""
     if installed(session, "tests/verl"):
         env = npu_environment(session)
+        eras = Path(session.create_tmp()).resolve() / "verl"
+        for version in ("0.7.1", "0.8.0"):
+            requirements = f"tests/verl/requirements-{version}.txt"
+            try:
+                session.install("--no-deps", "--target", str(eras / version), "-r", requirements)
+            except nox.command.CommandFailed:
+                session.warn(f"SKIPPED: {requirements} cannot be installed here")
+        env["RLIH_VERL_ERAS"] = str(eras)
         session.run("pytest", "tests/npu", "tests/verl", *session.posargs, env=env)
 
 
