@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from rl_insight_hooks.report.load import load
+from rl_insight_hooks.schema import SCHEMA_VERSION
 
 GOLDEN = Path(__file__).resolve().parents[2] / "golden" / "load"
 EXPECTED = json.loads((GOLDEN / "expected.json").read_text())
@@ -51,3 +52,10 @@ def test_formats_in_one_folder_are_told_apart(tmp_path, rows_of):
         str(r) for name in names for r in EXPECTED[name]
     )
     assert len(table.sources) == 5
+
+
+def test_every_schema_version_ever_written_has_a_golden_folder():
+    """A release reads what every release before it wrote."""
+    for version in range(1, SCHEMA_VERSION + 1):
+        for kind in ("native", "packed"):
+            assert (GOLDEN / f"{kind}_v{version}").is_dir()
