@@ -21,7 +21,7 @@ from .stages import Stages
 if TYPE_CHECKING:
     from rl_insight_hooks.installer import Context
 
-SUPPORTED = "0.7 to 0.9.1 (tested with 0.9.1)"
+SUPPORTED = "0.7 to 0.9.1 (tested with 0.7.1 and 0.9.1)"
 
 _stages: Stages | None = None
 

@@ -17,6 +17,8 @@ HERE = Path(__file__).resolve().parent
 REPO = HERE.parents[1]
 sys.path.insert(0, str(HERE))
 
+import tiny_model  # noqa: E402
+
 _NEEDED = ("verl", "torch_npu", "transformers", "transfer_queue")
 
 
@@ -65,15 +67,9 @@ def python(npu_env):
     return run
 
 
-def save_model(path, env):
-    code = "import sys, tiny_model; tiny_model.save(sys.argv[1])"
-    subprocess.run([sys.executable, "-c", code, path], env=env, check=True, capture_output=True)
-    return path
-
-
 @pytest.fixture(scope="session")
 def model(npu_env, tmp_path_factory):
-    return save_model(tmp_path_factory.mktemp("model"), npu_env)
+    return tiny_model.save_in_process(tmp_path_factory.mktemp("model"), npu_env)
 
 
 @pytest.fixture

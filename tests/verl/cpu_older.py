@@ -7,7 +7,7 @@ Import it after ``import verl`` and before its workers.
 from __future__ import annotations
 
 import torch
-import verl.workers.engine.base as base
+from verl.workers.engine import EngineRegistry
 
 # What verl asks of ``torch.<device>``, and torch.cpu does not have.
 for _name, _answer in {
@@ -25,6 +25,6 @@ for _name, _answer in {
         setattr(torch.cpu, _name, lambda *args, _answer=_answer: _answer)
 torch.cpu.get_rng_state, torch.cpu.set_rng_state = torch.get_rng_state, torch.set_rng_state
 
-base.get_device_name = lambda: (
-    "npu"
-)  # engines are registered by device: the one for NPU, on CPU tensors
+for _devices in (d for backends in EngineRegistry._engines.values() for d in backends.values()):
+    if "npu" in _devices:
+        _devices["cpu"] = _devices["npu"]  # the engine for NPU, on CPU tensors

@@ -55,8 +55,11 @@ def compose(model, overrides=()):
         )
 
 
-def batch(step, rank, old_log_probs=None, *, rlih_step=None):
-    """A batch of ``SEQUENCES`` sequences of unequal length, as the trainer sends it (nested tensors)."""
+def batch(step, rank, old_log_probs=None, *, rlih_step=None, padded=False):
+    """A batch of ``SEQUENCES`` sequences of unequal length, as the trainer sends it (nested tensors).
+
+    padded: as verl 0.7 does: the responses and what belongs to them are padded, what the model reads is not.
+    """
     from verl.utils import tensordict_utils as tu
 
     generator = torch.Generator().manual_seed(100 * step + rank)
@@ -84,7 +87,22 @@ def batch(step, rank, old_log_probs=None, *, rlih_step=None):
         others |= {"dataloader_kwargs": {"shuffle": False}, "compute_loss": True}
     if rlih_step is not None:
         others["rlih_step"] = rlih_step
+    if padded:
+        fields, others["max_response_len"] = _padded(fields, lengths), RESPONSE
     return tu.get_tensordict(fields, non_tensor_dict=others)
+
+
+def _padded(fields, lengths):
+    model_reads = ("input_ids", "position_ids")
+    out = {
+        name: value if name in model_reads else torch.nested.to_padded_tensor(value, 0)
+        for name, value in fields.items()
+    }
+    out["attention_mask"] = torch.stack(
+        [(torch.arange(PROMPT + RESPONSE) < n).long() for n in lengths]
+    )
+    out["loss_mask"] = out["response_mask"]
+    return out
 
 
 def queue_fields(padded):

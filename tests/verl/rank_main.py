@@ -8,6 +8,7 @@ The plugin comes up by verl's entry point. Prints what the routers chose, by (st
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import os
@@ -49,6 +50,7 @@ def main() -> None:
     worker.init_model()
     hooked = hasattr(torch_npu.npu_grouped_matmul, "__rl_insight_hooks__")
     truth = RouterTruth(worker.actor.engine.module)
+    batch = functools.partial(cpu_run.batch, padded=verl.__version__.startswith("0.7"))
     carry = os.environ.get("TEST_CARRY", "1") == "1"
     profile = os.environ.get("TEST_PROFILE") == "1"
     for step in STEPS:
@@ -56,13 +58,11 @@ def main() -> None:
             worker.start_profile(profile_step=step)
         with truth.stage(step, "actor_compute_log_prob"):
             out = worker.compute_log_prob(
-                cpu_run.batch(step, worker.rank, rlih_step=step if carry else None)
+                batch(step, worker.rank, rlih_step=step if carry else None)
             )
         with truth.stage(step, "actor_update"):
             worker.update_actor(
-                cpu_run.batch(
-                    step, worker.rank, out["log_probs"], rlih_step=step if carry else None
-                )
+                batch(step, worker.rank, out["log_probs"], rlih_step=step if carry else None)
             )
         if profile:
             worker.stop_profile()

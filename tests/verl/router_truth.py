@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 
 import torch
+from tiny_model import TOP_K
 
 
 class RouterTruth:
@@ -31,7 +32,10 @@ class RouterTruth:
         def count(gate, args, output):
             if self._stage is None:
                 return
-            _, _, chosen = output
+            if torch.is_tensor(output):  # transformers 4: the gate is a Linear that gives logits
+                chosen = output.float().softmax(-1).topk(TOP_K, dim=-1).indices
+            else:
+                _, _, chosen = output
             phase = "recompute" if self._in_backward else "forward"
             row = self.counts.setdefault((*self._stage, layer, phase), {})
             for token in chosen.tolist():

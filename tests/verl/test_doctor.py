@@ -50,7 +50,7 @@ def test_with_verl_to_read(doctor):
     text = doctor()
     assert "verl          hooked" in text
     assert "verl.workers.engine_workers.TrainingWorker: train_mini_batch, train_batch" in text
-    assert "tested with 0.9.1" in text
+    assert "tested with 0.7.1 and 0.9.1" in text
     assert len(text.splitlines()) < 60
     assert max(map(len, text.splitlines())) <= 120
 

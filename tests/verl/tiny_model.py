@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 NUM_LAYERS, NUM_EXPERTS, TOP_K, VOCABULARY = 2, 8, 2, 64
 
 
@@ -38,3 +41,10 @@ def save(path):
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token="w0", bos_token="w1", eos_token="w2", unk_token="w0"
     ).save_pretrained(path)
+
+
+def save_in_process(path, env):
+    """Save it by the transformers of ``env``; return ``path``."""
+    code = "import sys, tiny_model; tiny_model.save(sys.argv[1])"
+    subprocess.run([sys.executable, "-c", code, path], env=env, check=True, capture_output=True)
+    return path
