@@ -7,6 +7,7 @@ matplotlib's object API, no pyplot: no global state, and a third of the import t
 from __future__ import annotations
 
 import math
+import unicodedata
 import warnings
 import zlib
 from dataclasses import dataclass
@@ -33,6 +34,8 @@ ENDINGS = (".png", ".svg", ".pdf")
 _MAX_HEIGHT_IN = 24.0
 _MAX_ROWS_PER_PAGE = 1500
 _MAX_PAGES = 8
+_MAX_LABEL_CELLS = 60
+_NAMES_ARE_NO_FORMULAS: dict[str, Any] = {"parse_math": False}  # a dollar begins none
 _ABSENT_COLOUR = "#e4e4e4"
 _BAND_COLOURS = (
     "#4c72b0",
@@ -188,9 +191,9 @@ def _layout(picture: Heatmap, footer_lines: int) -> _Layout:
     row_in = min(max(14.0 / num_rows, 0.012), 0.24)
     heat_height = min(max(num_rows * row_in, 1.6, 0.24 * len(picture.blocks)), _MAX_HEIGHT_IN * 0.9)
     heat_width = min(max(num_columns * 0.16, 5.0), 16.0)
-    longest_block = max((len(b.label) for b in picture.blocks), default=0)
+    longest_block = max((_cells(_shortened(b.label)) for b in picture.blocks), default=0)
     longest_row = max((len(label) for label in picture.row_labels), default=1)
-    left = 0.55 + 0.075 * min(longest_block, 60) + 0.08 * longest_row
+    left = 0.55 + 0.075 * longest_block + 0.08 * longest_row
     right = 2.9
     top, bottom = 0.95, 0.75 + 0.17 * footer_lines + 0.08
     gap = 0.06 * num_rows / heat_height if len(picture.blocks) > 1 else 0.0
@@ -225,13 +228,14 @@ def _figure(picture: Heatmap, style: Style, top_value: float, part: str) -> Figu
     tops = _row_tops(picture, lay.gap_rows)
     norm = _norm(picture, style, top_value)
     base = matplotlib.colormaps[style.cmap]
-    under = base(0.0) if style.log else None  # no token at all: the darkest colour, not white
-    colours = base.with_extremes(bad=_ABSENT_COLOUR, under=under)
+    colours = base.with_extremes(bad=_ABSENT_COLOUR)
+    # a logarithm has no zero: no token at all is drawn as the fewest, and only the absent are grey
+    least = norm.vmin if style.log and norm.vmin is not None else 0.0
     for block in picture.blocks:
         rows = slice(block.first_row, block.first_row + block.num_rows)
         y = tops[block.first_row]
         heat.imshow(
-            np.ma.masked_invalid(picture.value_RC[rows]),
+            np.ma.masked_invalid(np.maximum(picture.value_RC[rows], least)),
             cmap=colours,
             norm=norm,
             aspect="auto",
@@ -254,7 +258,9 @@ def _figure(picture: Heatmap, style: Style, top_value: float, part: str) -> Figu
     title = style.title or "Expert load"
     if picture.num_rows_per_pixel_row > 1:
         title += f"  [each row is the maximum of up to {picture.num_rows_per_pixel_row} rows]"
-    figure.text(0.25 / lay.width, 1 - 0.38 / lay.height, title + part, fontsize=13, va="center")
+    title = _shortened(title, int((lay.width - 0.5) / 0.11) - len(part)) + part
+    at = (0.25 / lay.width, 1 - 0.38 / lay.height)
+    figure.text(*at, title, fontsize=13, va="center", **_NAMES_ARE_NO_FORMULAS)
     _footer(figure, lay, footer)
     return figure
 
@@ -272,7 +278,8 @@ def _norm(picture: Heatmap, style: Style, top_value: float) -> Normalize:
     if style.log:
         finite = picture.value_RC[np.isfinite(picture.value_RC) & (picture.value_RC > 0)]
         low = float(finite.min()) if finite.size else 0.1
-        return LogNorm(vmin=low, vmax=max(top_value, low * 1.0001), clip=False)
+        # at least a decade: a narrower bar has no readable ticks
+        return LogNorm(vmin=low, vmax=max(top_value, low * 10.0), clip=False)
     return Normalize(vmin=0.0, vmax=top_value if top_value > 0 else 1.0)
 
 
@@ -333,16 +340,30 @@ def _bands(
         if middle - 0.075 / row_in < free_from:
             continue
         free_from = middle + 0.075 / row_in
-        label = block.label if len(block.label) <= 60 else block.label[:57] + "..."
         axes.text(
             band_x - 0.06 * per_inch,
             middle,
-            label,
+            _shortened(block.label),
             ha="right",
             va="center",
             fontsize=8,
             clip_on=False,
+            **_NAMES_ARE_NO_FORMULAS,
         )
+
+
+def _cells(text: str) -> int:
+    """Return the width of ``text`` in latin letters: a Chinese character takes two."""
+    return sum(2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in text)
+
+
+def _shortened(text: str, most: int = _MAX_LABEL_CELLS) -> str:
+    """Return ``text``, cut off with dots where it is wider than ``most`` latin letters."""
+    if _cells(text) <= most:
+        return text
+    while text and _cells(text) > most - 3:
+        text = text[:-1]
+    return text + "..."
 
 
 def _mark_hottest(axes: Any, picture: Heatmap, tops: np.ndarray) -> None:
@@ -389,7 +410,7 @@ def _footer(figure: Figure, lay: _Layout, lines: list[str]) -> None:
         return
     for i, line in enumerate(["hottest cells (framed red):", *lines]):
         y = (0.17 * (len(lines) - i) + 0.16) / lay.height
-        figure.text(0.25 / lay.width, y, line, fontsize=8, va="center")
+        figure.text(0.25 / lay.width, y, line, fontsize=8, va="center", **_NAMES_ARE_NO_FORMULAS)
 
 
 def _font_beyond_latin() -> str | None:

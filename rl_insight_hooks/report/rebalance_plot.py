@@ -52,7 +52,7 @@ def before_after_png(placement: Placement, result: Assessment) -> bytes:
         )
     axes[2].set_xlabel("max / mean")
     axes[2].grid(alpha=0.3)
-    axes[2].legend()
+    figure.legend(loc="outside lower right", ncols=4)
     shape = placement.shape
     figure.suptitle(
         f"{shape.num_experts} experts in {shape.num_replicas} slots on {shape.num_devices} devices: "

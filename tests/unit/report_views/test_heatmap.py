@@ -138,6 +138,30 @@ def test_hot_cell_is_hot_on_the_picture(tmp_path):
     assert 15 < cold / hot < 45  # 31 cells to one, less what the colour bar shows of both
 
 
+def test_no_token_is_not_grey_on_a_log_scale(tmp_path):
+    data = table([(1, "train", None, la, "forward", [100, 0, 0, 10]) for la in range(4)])
+    (file,), _ = draw(
+        heatmap_data.build(data, num_hottest=0), tmp_path / "p.png", Style(dpi=100, log=True)
+    )
+    picture = matplotlib.image.imread(file)
+    assert colour_count(picture, matplotlib.colors.to_rgb("#e4e4e4")) < 1000  # letters have grey edges
+    cmap = matplotlib.colormaps["viridis"]
+    zeros_and_tens, hundreds = colour_count(picture, cmap(0.0)), colour_count(picture, cmap(1.0))
+    assert 2.5 < zeros_and_tens / hundreds < 3.5
+
+
+@pytest.mark.parametrize(
+    "role", ["a$b_{c", "x" * 300, "\u8bad\u7ec3\u66f4\u65b0\u53c2\u8003\u6a21\u578b" * 2]
+)
+def test_every_name_fits_and_is_no_formula(tmp_path, role):
+    data = table([(1, role, None, 0, "forward", [1, 2])], roles=(role,))
+    (file,), _ = draw(heatmap_data.build(data), tmp_path / "p.png", Style(dpi=100, title=role))
+    picture = matplotlib.image.imread(file)
+    above_the_footer = picture[:-100, :, :3]
+    for edge in (above_the_footer[:, :4], above_the_footer[:, -4:]):
+        assert edge.min() == 1.0  # white: nothing runs out of the picture
+
+
 def test_blocks_are_apart(tmp_path):
     data = many(4, 8, steps=(1, 2, 3))
     (file,), _ = draw(heatmap_data.build(data, num_hottest=0), tmp_path / "p.png", Style(dpi=100))
