@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from rl_insight_hooks.errors import DataError
 from rl_insight_hooks.report.select import Selection
@@ -73,7 +73,7 @@ class ReadContext:
 
     def assume(self, sentence: str) -> None:
         """Note, once, something that the data does not say and that a reader had to assume."""
-        self.assumptions.setdefault(sentence)
+        self.assumptions.setdefault(printable(sentence))
 
     def place_of_experts(self, rank: int, num_local: int, source: str) -> tuple[int, int]:
         """Return (first expert, experts in all) of a rank, for formats that do not say.
@@ -100,12 +100,20 @@ class ReadContext:
         return listed(self.problems)
 
 
+def printable(text: str) -> str:
+    """Return ``text`` on one line that every terminal and JSON can hold: names of files can be anything."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
 def listed(problems: list[Problem]) -> tuple[Problem, ...]:
     """Return ``problems``, worst first; of each rule ``MAX_LISTED_PER_RULE``, and a count of the rest."""
     order = {SEVERITY_ERROR: 0, SEVERITY_WARNING: 1, SEVERITY_NOTE: 2}
     num_of_rule: dict[tuple[str, str], int] = {}
     kept: list[Problem] = []
     for found in sorted(problems, key=lambda problem: order.get(problem.severity, 0)):
+        found = replace(found, where=printable(found.where), what=printable(found.what))
         key = (found.rule, found.severity)
         num_of_rule[key] = num_of_rule.get(key, 0) + 1
         if num_of_rule[key] <= MAX_LISTED_PER_RULE:

@@ -30,6 +30,8 @@ AGGREGATES = ("auto", "sum", "max", "one-rank")
 # Beyond this a file's expert ids are taken for garbage: the largest model known has under 1,000 experts.
 MAX_EXPERTS = 1 << 14
 MAX_LAYERS = 1 << 20
+# No run routes so many tokens; 1,024 such counts still add up in 64 bits.
+MAX_COUNT = 1 << 53
 MAX_RANKS = 1 << 20
 MAX_TABLE_CELLS = 1 << 30
 
@@ -114,6 +116,12 @@ class _Common:
                 block.source,
                 f"step {block.step}, rank {block.rank}: no run has that many",
                 "The file is damaged or misnamed; leave it out.",
+            )
+            return False
+        contradiction = _contradiction(block)
+        if contradiction is not None:
+            self.context.problem(
+                "bad-counts", block.source, contradiction, "Leave the file out, or record again."
             )
             return False
         key = (block.step, block.role, block.rank)
@@ -213,6 +221,16 @@ class _Common:
             assumptions=tuple(self.context.assumptions),
             problems=self.context.listed_problems(),
         )
+
+
+def _contradiction(block: Block) -> str | None:
+    """Return what is wrong with the counts of ``block``, or None."""
+    if not block.layer_n.size:
+        return None
+    if not block.counts_ne.shape[1]:
+        return "its layers have no experts"
+    largest = int(block.counts_ne.max())
+    return f"a count of {largest}: no run has that many tokens" if largest >= MAX_COUNT else None
 
 
 def _renumber(

@@ -110,6 +110,8 @@ def test_collects_beside_our_step_files_are_not_counted_again(tmp_path, write_st
         ('{"0": {"0": "five"}}', "bad-schema"),
         ('{"0": {"0": -5}}', "bad-counts"),
         ('{"0": {"zero": 5}}', "bad-counts"),
+        ('{"0": {}}', "bad-counts"),
+        ('{"0": {"0": 9223372036854775807, "1": 3}}', "bad-counts"),
         ('{"layer": {"0": 5}}', "bad-counts"),
         ('{"0": {"99999999": 5}}', "bad-counts"),
         ('{"0": {"0": 1}, "00": {"0": 1}}', "bad-counts"),
