@@ -12,6 +12,7 @@ Shape letters: L layers, E experts, P slots, D devices, S slots of one device, C
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -127,11 +128,11 @@ def moves_allowed(max_moves: float | None, num_slots: int) -> int:
     """Return a limit as a number of transfers: a float in [0, 1) is a share of all slots, None is all of them.
 
     Raises:
-        UsageError: it is negative, or a broken number of 1 or more.
+        UsageError: it is negative, not finite, or a broken number of 1 or more.
     """
     if max_moves is None:
         return num_slots
-    if max_moves < 0 or (max_moves >= 1 and max_moves != int(max_moves)):
+    if not 0 <= max_moves < math.inf or (max_moves >= 1 and max_moves != int(max_moves)):
         raise UsageError(
             f"max_moves is {max_moves}; give a whole number of transfers, or a share of the slots below 1"
         )

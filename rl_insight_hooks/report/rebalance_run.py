@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any, TypedDict
 
 import msgspec
 
-from rl_insight_hooks.errors import ThresholdExceededError, UsageError
+from rl_insight_hooks.errors import RlInsightError, ThresholdExceededError, UsageError
 from rl_insight_hooks.rebalance import formats
 from rl_insight_hooks.rebalance.assess import (
     Assessment,
@@ -32,12 +33,13 @@ from rl_insight_hooks.report.rebalance_data import PlanData, only_layers, plan_d
 from rl_insight_hooks.report.rebalance_write import (
     beside_collects,
     check_moves,
-    check_new,
+    check_plot,
     check_target,
     write,
 )
 from rl_insight_hooks.report.speak import (
     fail_if_incomplete,
+    need_rows,
     progress_on_terminal,
     say_findings,
     write_json_line,
@@ -108,6 +110,11 @@ def run(request: Request) -> None:
     format = _check(request)
     with progress_on_terminal("reading") as progress:
         table = _load(request, request.data, request.role, progress)
+    need_rows(
+        table,
+        role=request.role,
+        **{name.removesuffix("s"): value for name, value in request.filters.items()},
+    )
     data = plan_data(
         table, several_roles=request.role is not None, first_moe_layer=request.first_moe_layer
     )
@@ -133,11 +140,14 @@ def _check(request: Request) -> str | None:
         raise UsageError("--max-moves counts transfers from a map in use: give it with --from-map")
     if request.json and request.sweep_replicas and request.num_replicas is not None:
         raise UsageError("--json prints one result: give --sweep-replicas or --num-replicas")
+    for name, value in (("--min-gain", request.min_gain), ("--fail-above", request.fail_above)):
+        if value is not None and math.isnan(value):
+            raise UsageError(f"{name} is nan; give a number")
     if not 0 < request.holdout < 1:
         raise UsageError(f"--holdout is {request.holdout}; give a share of the steps, as 0.5")
     moves_allowed(request.max_moves, 1)
     if request.plot is not None:
-        check_new(request.plot, request.force)
+        check_plot(request.plot, request.force)
     if request.from_map is None and request.moves_output is not None:
         raise UsageError("--moves is for the transfers from a map in use: give it with --from-map")
     moves_output = moves_path(request)
@@ -230,14 +240,22 @@ def _read_map(request: Request, data: PlanData) -> Placement:
         content = request.from_map.read_bytes()
     except OSError as error:
         raise UsageError(f"--from-map {request.from_map}: {error.strerror}") from None
-    old = formats.decode(
-        content,
-        num_experts=data.history_WLE.shape[2],
-        num_devices=request.num_devices,
-        num_groups=request.num_groups,
-        num_nodes=request.num_nodes,
-        layer_ids=data.layer_ids,
-    )
+    try:
+        if formats.sniff(content) == "sglang" and not data.layers_are_absolute:
+            raise UsageError(
+                "sglang maps go by decoder layers, but the data counts MoE layers from 0: give "
+                "--first-moe-layer (0 if no layer is dense)"
+            )
+        old = formats.decode(
+            content,
+            num_experts=data.history_WLE.shape[2],
+            num_devices=request.num_devices,
+            num_groups=request.num_groups,
+            num_nodes=request.num_nodes,
+            layer_ids=data.layer_ids,
+        )
+    except RlInsightError as error:
+        raise type(error)(f"--from-map {request.from_map}: {error}") from None
     if request.num_replicas is not None and request.num_replicas != old.num_replicas:
         raise UsageError(
             f"--num-replicas is {request.num_replicas}, but the map in use has {old.num_replicas} slots; "

@@ -43,6 +43,17 @@ def check_new(path: Path, force: bool) -> None:
         raise UsageError(f"{path} exists; give another name, or --force to replace it")
 
 
+def check_plot(path: Path, force: bool) -> None:
+    """Raise if a picture may not be written to ``path``.
+
+    Raises:
+        UsageError: the name does not end in .png, or the file exists and ``force`` is not set.
+    """
+    if path.suffix.lower() != ".png":
+        raise UsageError(f"--plot {path}: the picture is a PNG; give a name that ends in .png")
+    check_new(path, force)
+
+
 def check_moves(path: Path, force: bool) -> None:
     """Raise if ``path`` holds something that is no transfer plan, and ``force`` is not set.
 

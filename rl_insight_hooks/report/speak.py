@@ -7,14 +7,18 @@ import contextlib
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rl_insight_hooks.errors import IncompleteDataError
-from rl_insight_hooks.report.table import Problem
+from rl_insight_hooks.errors import IncompleteDataError, UsageError
+
+if TYPE_CHECKING:  # numpy: --help needs none
+    from rl_insight_hooks.report.table import LoadTable, Problem
 
 _PROGRESS_AFTER_S = 0.5
 _PROGRESS_EVERY_S = 0.1
 _BAR_WIDTH = 24
+
+_num_json_objects = 0
 
 
 def finding_lines(problems: Sequence[Problem], assumptions: Sequence[str]) -> list[str]:
@@ -32,6 +36,32 @@ def say_findings(problems: Sequence[Problem], assumptions: Sequence[str]) -> Non
         print(line, file=sys.stderr)
 
 
+def fail_if_none_left(table: LoadTable, **filters: str | None) -> None:
+    """End a command whose filters (``step="7"``: ``--step 7``) let no row of the data through.
+
+    Where files could not be read nothing is said: that is the reason then, not the filters.
+
+    Raises:
+        UsageError: names the filters.
+    """
+    given = " ".join(f"--{name} {value}" for name, value in filters.items() if value)
+    if given and not table.num_rows and not any(p.severity == "error" for p in table.problems):
+        raise UsageError(f"no counts are left by {given}; run without to see what there is")
+
+
+def need_rows(table: LoadTable, **filters: str | None) -> None:
+    """End a command that can do nothing without counts, with the findings that say why there are none.
+
+    Raises:
+        UsageError: the filters let no row through.
+        IncompleteDataError: files could not be read.
+    """
+    fail_if_none_left(table, **filters)
+    if not table.num_rows:
+        say_findings(table.problems, table.assumptions)
+        fail_if_incomplete(table.problems)
+
+
 def fail_if_incomplete(problems: Sequence[Problem]) -> None:
     """End a command that did its work on part of the data.
 
@@ -46,11 +76,30 @@ def fail_if_incomplete(problems: Sequence[Problem]) -> None:
 
 
 def write_json_line(value: Any) -> None:
-    """Print one JSON object on stdout."""
+    """Print one JSON object on stdout; bytes of a path that are no UTF-8 come as ``\\udcXX`` escapes."""
     import msgspec
 
-    sys.stdout.write(msgspec.json.encode(value).decode() + "\n")
+    try:
+        line = msgspec.json.encode(value).decode()
+    except UnicodeEncodeError:
+        import json
+
+        line = json.dumps(msgspec.to_builtins(value))
+    sys.stdout.write(line + "\n")
     sys.stdout.flush()
+    global _num_json_objects
+    _num_json_objects += 1
+
+
+def wrote_json() -> bool:
+    """Return True if this command printed a JSON object: an error after it needs none of its own."""
+    return _num_json_objects > 0
+
+
+def forget_json() -> None:
+    """Begin a command, which has printed no JSON yet."""
+    global _num_json_objects
+    _num_json_objects = 0
 
 
 @contextlib.contextmanager

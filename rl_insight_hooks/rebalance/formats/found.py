@@ -37,7 +37,9 @@ class FoundMap:
         """
         devices = self.num_devices if self.num_devices is not None else num_devices
         if devices is None:
-            raise UsageError(f"a {self.format} map does not state the number of devices; give it")
+            raise UsageError(
+                f"a {self.format} map does not state the number of devices; give it (--num-npus)"
+            )
         if num_devices is not None and num_devices != devices:
             raise DataError(
                 f"the {self.format} map is for {devices} devices, not {num_devices}; use the map of this server"
@@ -54,7 +56,13 @@ class FoundMap:
             )
         if ids is not None and len(ids) != num_layers:
             raise DataError(f"the {self.format} map has {num_layers} layers, not {len(ids)}")
-        experts = num_experts or self.num_experts or int(self.physical_to_logical.max()) + 1
+        named = int(self.physical_to_logical.max()) + 1
+        if num_experts and named > num_experts:
+            raise DataError(
+                f"the {self.format} map names expert {named - 1}, the data has {num_experts} experts; "
+                "use the map of this model"
+            )
+        experts = num_experts or self.num_experts or named
         return make_placement(
             self.physical_to_logical,
             num_experts=experts,

@@ -182,6 +182,18 @@ def history(seed, num_steps=12):
     return np.random.default_rng(seed).poisson(law * 30_000, (num_steps, 2, 16))
 
 
+def test_an_sglang_map_is_not_read_by_guessed_layers(collects, tmp_path):
+    path = tmp_path / "map.json"
+    sizes = ("--num-replicas", 20, "--num-npus", 4)
+    call(collects, *sizes, "--format", "sglang", "--first-moe-layer", 1, "-o", path)
+    _, error = call(collects, "--num-npus", 4, "--from-map", path)
+    assert isinstance(error, UsageError)
+    assert "--first-moe-layer" in str(error)
+    result, error = call(collects, "--num-npus", 4, "--from-map", path, "--first-moe-layer", 1)
+    assert error is None
+    assert "0 of 80 slots" in result.stdout or "0 transfers" in result.stdout
+
+
 def test_steps_are_windows_and_the_forecast_is_held_out(tmp_path):
     windows = history(0)
     root = write_steps(tmp_path / "run", windows)
@@ -342,6 +354,11 @@ def test_the_threshold_gives_exit_code_3(collects):
         (["--num-replicas", 25, "--num-npus", 4], "24 or 28"),
         (["--num-replicas", 24, "--num-npus", 4, "--max-moves", 3], "--from-map"),
         (["--num-replicas", 24, "--num-npus", 4, "--holdout", 1.5], "--holdout"),
+        (["--num-replicas", 24, "--num-npus", 4, "--fail-above", "nan"], "--fail-above is nan"),
+        (["--num-replicas", 24, "--num-npus", 4, "--min-gain", "nan"], "--min-gain is nan"),
+        (["--num-replicas", 24, "--num-npus", 4, "--plot", "p.svg"], "ends in .png"),
+        (["--from-map", "m.json", "--max-moves", "nan"], "max_moves is nan"),
+        (["--from-map", "m.json", "--max-moves", "inf"], "max_moves is inf"),
         (["--num-replicas", 24, "--num-npus", 4, "-o", "m.txt"], "ending"),
         (["--num-replicas", 24, "--num-npus", 4, "--format", "x", "-o", "m.json"], "unknown"),
         (["--sweep-replicas", "a,b", "--num-npus", 4], "write numbers"),
