@@ -117,7 +117,7 @@ def build(
             raise UsageError(f"--{name} {value} is unknown; choose one of {', '.join(known)}")
     if table.num_rows == 0:
         raise UsageError(
-            "nothing to draw: no rows are left by --step, --role, --rank, --layer and --phase"
+            "nothing to draw: there are no forward, eval or compiled counts; give --phase"
         )
     axis = _AXES["layers" if view == "experts" else view]
     order = np.lexsort([getattr(table, f) for f in (axis.row_field, *reversed(axis.block_fields))])

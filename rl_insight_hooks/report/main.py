@@ -2,17 +2,20 @@
 """Entry of ``rl-insight-report``: one message for an error, the right exit code, no traceback.
 
 Exit codes: 0 ok, 1 failed, 2 usage, 3 a threshold was exceeded, 4 part of the data is missing or broken,
-130 interrupted.
+130 interrupted. With ``--json`` an error that leaves no result is an object on stdout as well.
 """
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import sys
 from collections.abc import Sequence
 from typing import Any
 
 from rl_insight_hooks.errors import EXIT_FAILED, EXIT_OK, EXIT_USAGE, RlInsightError
+from rl_insight_hooks.report import speak
 
 _EXIT_INTERRUPTED = 130
 
@@ -27,6 +30,8 @@ def run(argv: list[str]) -> int:
 
     ``--debug`` anywhere lets the traceback of an error through.
     """
+    _make_streams_safe()
+    speak.forget_json()
     debug = "--debug" in argv
     argv = [arg for arg in argv if arg != "--debug"]
     try:
@@ -34,34 +39,56 @@ def run(argv: list[str]) -> int:
     except RlInsightError as error:
         if debug:
             raise
-        _say(f"error: {error}")
-        return error.exit_code
+        return _fail(argv, str(error), error.exit_code)
     except KeyboardInterrupt:
         _say("interrupted")
         return _EXIT_INTERRUPTED
     except BrokenPipeError:
-        # the reader (head, less) went away: quiet, and no second error when stdout is closed at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return EXIT_OK
+        return _reader_left()
     except OSError as error:
         if debug:
             raise
         where = f"{error.filename}: " if error.filename else ""
-        _say(f"error: {where}{error.strerror or error}")
-        return EXIT_FAILED
+        return _fail(argv, f"{where}{error.strerror or error}", EXIT_FAILED)
     except MemoryError:
-        _say(
-            "error: out of memory; choose less with --step, --role or --layer, or use --merge-ranks"
+        return _fail(
+            argv,
+            "out of memory; choose less with --step, --role or --layer, or use --merge-ranks",
+            EXIT_FAILED,
         )
-        return EXIT_FAILED
     except Exception as error:
         if debug:
             raise
-        _say(
-            f"error: {type(error).__name__}: {error} (a bug of rl-insight-report; --debug shows where, "
-            "please report it)"
+        return _fail(
+            argv,
+            f"{type(error).__name__}: {error} (a bug of rl-insight-report; --debug shows where, "
+            "please report it)",
+            EXIT_FAILED,
         )
-        return EXIT_FAILED
+
+
+def _make_streams_safe() -> None:
+    """Let a closed stdout or stderr, or one that cannot write a role's name, cost no error."""
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def _reader_left() -> int:
+    """End quietly after head or less went away, with no second error when stdout is closed at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return EXIT_OK
+
+
+def _fail(argv: Sequence[str], message: str, exit_code: int) -> int:
+    """Say why there is no result: on stderr, and for machines on stdout."""
+    _say(f"error: {message}")
+    if "--json" in argv and not speak.wrote_json():
+        with contextlib.suppress(OSError):
+            speak.write_json_line({"error": message, "exit_code": exit_code})
+    return exit_code
 
 
 def _run(argv: list[str]) -> int:
@@ -73,6 +100,8 @@ def _run(argv: list[str]) -> int:
     click_error: Any = typer.BadParameter.__mro__[2]
     try:
         result = cli.invoke(argv)
+    except SystemExit:
+        return _reader_left()  # click turns a broken pipe, and nothing else, into this
     except typer.Exit as left:
         return left.exit_code
     except typer.Abort:
@@ -80,10 +109,13 @@ def _run(argv: list[str]) -> int:
     except click_error as error:
         message = error.format_message() if hasattr(error, "format_message") else str(error)
         context = getattr(error, "ctx", None)
-        _say(f"error: {message}")
+        if not argv:
+            _say(message)  # the help: nothing was asked for
+            return EXIT_USAGE
+        code = _fail(argv, message, EXIT_USAGE)
         if context is not None:
             _say(f"try: {context.command_path} --help")
-        return EXIT_USAGE
+        return code
     return result if isinstance(result, int) else EXIT_OK
 
 

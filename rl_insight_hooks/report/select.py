@@ -171,6 +171,6 @@ def check_names(wanted: Iterable[str], known: Collection[str], what: str) -> Non
     for name in sorted(wanted):
         if name not in known:
             nearest = difflib.get_close_matches(name, list(known), n=1)
-            hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
+            hint = f"; did you mean {nearest[0]!r}?" if nearest else "."
             there = ", ".join(sorted(known)) or "none"
             raise UsageError(f"the data has no {what} {name!r}{hint} It has: {there}")

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from rl_insight_hooks.errors import UsageError
+from rl_insight_hooks.errors import RlInsightError, UsageError
 from rl_insight_hooks.loadstats import headline_phase
 from rl_insight_hooks.rebalance.placement import Placement, linear_placement
 from rl_insight_hooks.rebalance.score import device_load
@@ -107,13 +108,14 @@ class Devices:
 def devices_of(
     num_devices: int | None, expert_map: Path | None, num_experts: int, *, ep_size: int | None
 ) -> Devices | None:
-    """Return what ``--num-devices`` or ``--map``, else ``--ep-size``, says of devices; None without any.
+    """Return what ``--map``, else ``--num-devices`` or ``--ep-size``, says of devices; None without any.
+
+    With a map, ``num_devices`` is what maps of sglang and tensorrt-llm leave open.
 
     Raises:
-        UsageError: the first two are both given, or the map cannot be read.
+        UsageError: the map cannot be read, or does not say how many devices there are.
+        DataError: it is no map, or is one of other experts or devices.
     """
-    if num_devices is not None and expert_map is not None:
-        raise UsageError("--num-devices and --map both say where experts sit; give one")
     if expert_map is None and (num_devices or ep_size):
         return Devices(num_devices=num_devices or ep_size)
     if expert_map is None:
@@ -126,7 +128,10 @@ def devices_of(
         raise UsageError(
             f"--map {expert_map}: cannot be read ({error.strerror}); give an expert map"
         ) from error
-    return Devices(placement=decode(raw, num_experts=num_experts))
+    try:
+        return Devices(placement=decode(raw, num_experts=num_experts, num_devices=num_devices))
+    except RlInsightError as error:
+        raise type(error)(f"--map {expert_map}: {error}") from None
 
 
 def summarize(table: LoadTable, devices: Devices | None = None) -> Summary:
@@ -164,16 +169,21 @@ def headline_rows(table: LoadTable, role: int) -> tuple[str, IntArray] | None:
 
 def fold_layers(table: LoadTable, rows: IntArray) -> tuple[IntArray, IntArray]:
     """Return (layers [L] ascending, load [L, E]) of ``rows`` added up over steps."""
-    layers_L, index_N = np.unique(table.layer_N[rows], return_inverse=True)
-    load_LE = np.zeros((layers_L.size, table.num_experts), dtype=np.int64)
-    np.add.at(load_LE, index_N, table.counts_NE[rows])
-    return layers_L, _held_columns(table, rows, load_LE)
+    layers_L = np.unique(table.layer_N[rows])
+    return layers_L, _load_of(table, rows, layers_L, _num_held(table, rows))
 
 
-def _held_columns(table: LoadTable, rows: IntArray, load_LE: IntArray) -> IntArray:
-    """Cut columns behind the last expert that a role's ranks hold: another role may have more experts."""
-    end = int((table.first_N[rows] + table.held_N[rows]).max(initial=1))
-    return load_LE[:, :end]
+def _load_of(table: LoadTable, rows: IntArray, layers_L: IntArray, num_experts: int) -> IntArray:
+    """Return the load [L, E] of ``rows``; a layer of ``layers_L`` without rows has none."""
+    load_LE = np.zeros((layers_L.size, num_experts), dtype=np.int64)
+    index_N = np.searchsorted(layers_L, table.layer_N[rows])
+    np.add.at(load_LE, index_N, table.counts_NE[rows, :num_experts])
+    return load_LE
+
+
+def _num_held(table: LoadTable, rows: IntArray) -> int:
+    """Return the end of the experts that a role's ranks hold: another role may have more experts."""
+    return int((table.first_N[rows] + table.held_N[rows]).max(initial=1))
 
 
 def _role(table: LoadTable, role: int, devices: Devices) -> RoleSummary | None:
@@ -257,8 +267,10 @@ def per_step(table: LoadTable, rows: IntArray, devices: Devices) -> tuple[IntArr
     steps = np.unique(table.step_N[rows])
     steps = steps[steps != NO_STEP]
     values = np.full(steps.size, np.nan)
+    layers_L = np.unique(table.layer_N[rows])  # of all steps: a map has a row for each
+    num_held = _num_held(table, rows)
     for s, step in enumerate(steps.tolist()):
-        _, load_LE = fold_layers(table, rows[table.step_N[rows] == step])
+        load_LE = _load_of(table, rows[table.step_N[rows] == step], layers_L, num_held)
         load_LD = devices.load(load_LE)
         ratio_L = metrics.max_over_mean(load_LE if load_LD is None else load_LD)
         if not np.isnan(ratio_L).all():
@@ -314,7 +326,9 @@ def parse_thresholds(texts: list[str]) -> dict[str, float]:
         try:
             limits[name] = float(value)
         except ValueError:
-            raise UsageError(f"--fail-above {text}: {value!r} is no number") from None
+            limits[name] = math.nan
+        if math.isnan(limits[name]):
+            raise UsageError(f"--fail-above {text}: {value!r} is no number")
     return limits
 
 

@@ -45,7 +45,12 @@ def compare(
     from rl_insight_hooks.report.compare import compare as compare_loads
     from rl_insight_hooks.report.compare import comparison_lines, role_load
     from rl_insight_hooks.report.load import load
-    from rl_insight_hooks.report.speak import fail_if_incomplete, say_findings, write_json_line
+    from rl_insight_hooks.report.speak import (
+        fail_if_incomplete,
+        need_rows,
+        say_findings,
+        write_json_line,
+    )
 
     def read(path: Path, role: str | None, only: str | None) -> tuple[object, ...]:
         table = load(
@@ -60,6 +65,7 @@ def compare(
             num_moe_layers=num_moe_layers,
             ep_size=ep_size,
         )
+        need_rows(table, step=only, role=role, rank=rank, layer=layer)
         return (table, *role_load(table, role))
 
     names = roles.split(",") if roles else []

@@ -58,6 +58,7 @@ def export(
     from rl_insight_hooks.report.load import load
     from rl_insight_hooks.report.speak import (
         fail_if_incomplete,
+        fail_if_none_left,
         progress_on_terminal,
         say_findings,
         write_json_line,
@@ -81,6 +82,7 @@ def export(
             ep_size=ep_size,
             progress=progress,
         )
+    fail_if_none_left(table, step=step, role=role, rank=rank, layer=layer, phase=phase)
     remarks = write(table, output, kind, overwrite=force)
     say_findings(table.problems, (*table.assumptions, *remarks))
     if json:

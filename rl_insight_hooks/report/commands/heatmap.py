@@ -68,6 +68,7 @@ def heatmap(
     from rl_insight_hooks.report.load import load
     from rl_insight_hooks.report.speak import (
         fail_if_incomplete,
+        need_rows,
         progress_on_terminal,
         say_findings,
         write_json_line,
@@ -91,6 +92,7 @@ def heatmap(
             ep_size=ep_size,
             progress=progress,
         )
+    need_rows(table, step=step, role=role, rank=rank, layer=layer, phase=phase)
     if phase is None:
         table = heatmap_data.headline_only(table)
     picture = heatmap_data.build(

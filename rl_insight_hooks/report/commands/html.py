@@ -63,6 +63,7 @@ def html(
     from rl_insight_hooks.report.page.write import write
     from rl_insight_hooks.report.speak import (
         fail_if_incomplete,
+        need_rows,
         progress_on_terminal,
         say_findings,
         write_json_line,
@@ -85,11 +86,12 @@ def html(
             ep_size=ep_size,
             progress=progress,
         )
+    need_rows(table, step=step, role=role, rank=rank, layer=layer, phase=phase)
     if phase is None:
         table = headline_only(table)
     if table.num_rows == 0:
         raise UsageError(
-            "nothing to show: no rows are left by --step, --role, --rank, --layer and --phase"
+            "nothing to show: there are no forward, eval or compiled counts; give --phase"
         )
     devices = devices_of(num_devices, placement, table.num_experts, ep_size=ep_size)
     page = page_data.build(

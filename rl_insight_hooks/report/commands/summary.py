@@ -54,10 +54,11 @@ def summary(
     """Judge the load: worst layers first, dead and hottest experts, trend, what an even load would save."""
     import sys
 
-    from rl_insight_hooks.errors import ThresholdExceededError
+    from rl_insight_hooks.errors import IncompleteDataError, ThresholdExceededError
     from rl_insight_hooks.report.load import load
     from rl_insight_hooks.report.speak import (
         fail_if_incomplete,
+        fail_if_none_left,
         progress_on_terminal,
         say_findings,
         write_json_line,
@@ -88,6 +89,7 @@ def summary(
             ep_size=ep_size,
             progress=progress,
         )
+    fail_if_none_left(table, step=step, role=role, rank=rank, layer=layer, phase=phase)
     devices = devices_of(num_devices, placement, table.num_experts, ep_size=ep_size)
     found = summarize(table, devices)
     if json:
@@ -99,3 +101,5 @@ def summary(
     if beyond:
         raise ThresholdExceededError("; ".join(beyond))
     fail_if_incomplete(table.problems)
+    if not found.roles:
+        raise IncompleteDataError("there are no forward, eval or compiled counts to judge")
