@@ -144,7 +144,9 @@ def test_no_token_is_not_grey_on_a_log_scale(tmp_path):
         heatmap_data.build(data, num_hottest=0), tmp_path / "p.png", Style(dpi=100, log=True)
     )
     picture = matplotlib.image.imread(file)
-    assert colour_count(picture, matplotlib.colors.to_rgb("#e4e4e4")) < 1000  # letters have grey edges
+    assert (
+        colour_count(picture, matplotlib.colors.to_rgb("#e4e4e4")) < 1000
+    )  # letters have grey edges
     cmap = matplotlib.colormaps["viridis"]
     zeros_and_tens, hundreds = colour_count(picture, cmap(0.0)), colour_count(picture, cmap(1.0))
     assert 2.5 < zeros_and_tens / hundreds < 3.5
