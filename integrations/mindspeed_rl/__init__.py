@@ -19,7 +19,7 @@ from . import flags, workers
 if TYPE_CHECKING:
     from rl_insight_hooks.installer import Context
 
-SUPPORTED = "2.3.0 (read, not run: it needs a device)"
+SUPPORTED = "2.3.0 (its rollout adapter tested; its workers read, they need a device)"
 
 
 def install(ctx: Context) -> None:
