@@ -29,7 +29,7 @@ class CheckResult:
     @property
     def num_errors(self) -> int:
         """Number of problems that lose data."""
-        return sum(problem.severity == "error" for problem in self.problems)
+        return sum(problem.num for problem in self.problems if problem.severity == "error")
 
 
 def check(

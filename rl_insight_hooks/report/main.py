@@ -105,6 +105,7 @@ def _run(argv: list[str]) -> int:
     except typer.Exit as left:
         return left.exit_code
     except typer.Abort:
+        _say("interrupted")
         return _EXIT_INTERRUPTED
     except click_error as error:
         message = error.format_message() if hasattr(error, "format_message") else str(error)

@@ -68,10 +68,11 @@ def fail_if_incomplete(problems: Sequence[Problem]) -> None:
     Raises:
         IncompleteDataError: a problem loses data; exit code 4.
     """
-    num = sum(problem.severity == "error" for problem in problems)
+    num = sum(problem.num for problem in problems if problem.severity == "error")
     if num:
         raise IncompleteDataError(
-            f"{num} problems lose data; what is shown is the rest (see the errors above)"
+            f"{'1 problem loses' if num == 1 else f'{num} problems lose'} data; "
+            "what is shown is the rest (see the errors above)"
         )
 
 

@@ -29,6 +29,14 @@ class Problem:
     what: str  # the bad value, in words
     fix: str
     severity: str = "error"  # "error": something is lost (exit 4); "warning"; "note"
+    num_unlisted: int = (
+        0  # above 0: a line that stands for so many of its rule, which are not listed
+    )
+
+    @property
+    def num(self) -> int:
+        """How many problems this line stands for."""
+        return max(1, self.num_unlisted)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

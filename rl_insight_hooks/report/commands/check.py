@@ -67,7 +67,7 @@ def check(
     else:
         for line in finding_lines(result.problems, table.assumptions):
             typer.echo(line)
-        num_others = len(result.problems) - result.num_errors
+        num_others = sum(problem.num for problem in result.problems) - result.num_errors
         verdict = "complete" if not result.num_errors else "INCOMPLETE"
         typer.echo(
             f"{verdict}: {result.num_files} files ({', '.join(table.sources) or 'none readable'}), "

@@ -108,27 +108,33 @@ def printable(text: str) -> str:
 
 
 def listed(problems: list[Problem]) -> tuple[Problem, ...]:
-    """Return ``problems``, worst first; of each rule ``MAX_LISTED_PER_RULE``, and a count of the rest."""
+    """Return ``problems``, worst first; of each rule ``MAX_LISTED_PER_RULE``, and a count of the rest.
+
+    ``problems`` may have been listed before: the rest of then is counted on.
+    """
     order = {SEVERITY_ERROR: 0, SEVERITY_WARNING: 1, SEVERITY_NOTE: 2}
-    num_of_rule: dict[tuple[str, str], int] = {}
+    num_listed: dict[tuple[str, str], int] = {}
+    num_unlisted: dict[tuple[str, str], int] = {}
     kept: list[Problem] = []
     for found in sorted(problems, key=lambda problem: order.get(problem.severity, 0)):
-        found = replace(found, where=printable(found.where), what=printable(found.what))
         key = (found.rule, found.severity)
-        num_of_rule[key] = num_of_rule.get(key, 0) + 1
-        if num_of_rule[key] <= MAX_LISTED_PER_RULE:
-            kept.append(found)
-    for (rule, severity), num in num_of_rule.items():
-        if num > MAX_LISTED_PER_RULE:
-            kept.append(
-                Problem(
-                    rule=rule,
-                    where=f"{num - MAX_LISTED_PER_RULE} more",
-                    what=f"{num} problems of this kind in all; the first {MAX_LISTED_PER_RULE} are listed",
-                    fix="See those that are listed.",
-                    severity=severity,
-                )
+        if found.num_unlisted or num_listed.get(key, 0) == MAX_LISTED_PER_RULE:
+            num_unlisted[key] = num_unlisted.get(key, 0) + found.num
+            continue
+        num_listed[key] = num_listed.get(key, 0) + 1
+        kept.append(replace(found, where=printable(found.where), what=printable(found.what)))
+    for (rule, severity), num in num_unlisted.items():
+        num_in_all = num + num_listed.get((rule, severity), 0)
+        kept.append(
+            Problem(
+                rule=rule,
+                where=f"{num} more",
+                what=f"{num_in_all} problems of this kind in all; the first {MAX_LISTED_PER_RULE} are listed",
+                fix="See those that are listed.",
+                severity=severity,
+                num_unlisted=num,
             )
+        )
     return tuple(kept)
 
 

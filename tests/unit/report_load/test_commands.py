@@ -81,7 +81,7 @@ def test_export_writes_and_says_what(tmp_path, write_step, run):
 
 def test_export_of_part_of_the_data_writes_it_and_then_says_incomplete(tmp_path, write_step, run):
     root = _torn(tmp_path, write_step)
-    with pytest.raises(IncompleteDataError, match="1 problems lose data"):
+    with pytest.raises(IncompleteDataError, match="1 problem loses data"):
         run("export", root, "-o", tmp_path / "f.csv")
     assert len((tmp_path / "f.csv").read_text().splitlines()) == 3
 
@@ -101,6 +101,19 @@ def test_check_lists_findings_and_ends_incomplete(tmp_path, write_step, run, cap
         result.stdout
         == "complete: 2 files (rl-insight-hooks), 2 rows, 0 errors, 0 warnings and notes\n"
     )
+
+
+def test_thousands_of_torn_files_are_counted_and_twenty_listed(tmp_path, write_step, run):
+    root = tmp_path / "run"
+    for step in range(57):
+        write_step(root, step, "actor", 0, {0: [1, 2]}).write_text("{")
+    app = typer.Typer()
+    app.command()(check)
+    result = CliRunner().invoke(app, [str(root)])
+    assert "57 errors" in result.output
+    assert result.output.count("group_list.json") == 20
+    assert "37 more: 57 problems of this kind in all" in result.output
+    assert "57 problems lose data" in str(result.exception)
 
 
 def test_check_json_has_stable_keys_even_when_incomplete(tmp_path, write_step):
