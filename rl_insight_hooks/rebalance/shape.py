@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 
 from rl_insight_hooks.errors import UsageError
@@ -61,6 +62,10 @@ def make_shape(
         "num_devices": num_devices,
     }
     for name, value in given.items():
+        try:
+            given[name] = operator.index(value)
+        except TypeError:
+            raise UsageError(f"{name} is {value!r}; give a whole number") from None
         if value < 1:
             raise UsageError(f"{name} is {value}; it must be at least 1")
     shape = Shape(**given)

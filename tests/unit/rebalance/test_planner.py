@@ -198,6 +198,8 @@ def test_loads_far_beyond_single_precision(factor):
         (np.ones((1, 9)), (12, 2, 2, 4), ["9 experts", "2 equal groups", "1 or 3"]),
         (np.ones((1, 8)), (10, 2, 2, 5), ["5 devices", "2 nodes", "4 or 6"]),
         (np.ones((1, 8)), (8, 1, 1, 0), ["num_devices is 0", "at least 1"]),
+        (np.ones((1, 8)), (8.0, 1, 1, 4), ["num_replicas is 8.0", "a whole number"]),
+        (np.ones((1, 8)), (None, 1, 1, 4), ["num_replicas is None", "a whole number"]),
     ],
 )
 def test_impossible_requests_say_why_and_what_is_near(load, sizes, words):
