@@ -53,7 +53,7 @@ def plan_data(
         first_moe_layer: added to layer numbers that count MoE layers from 0.
 
     Raises:
-        UsageError: there are several roles and none was chosen.
+        UsageError: there are several roles and none was chosen, or they have different experts.
         DataError: there is nothing to plan on: no rows, no load, no layer numbers, or physical expert ids.
     """
     if table.id_space != "logical":
@@ -67,6 +67,13 @@ def plan_data(
             f"the data has the roles {', '.join(roles)}; a plan fits the one it was made from: give --role, "
             "for a server's map that of the rollout (or several, a,b, to add them up)"
         )
+    ends = {
+        table.roles[role]: int((table.first_N + table.held_N)[table.role_N == role].max())
+        for role in np.unique(table.role_N).tolist()
+    }
+    if len(set(ends.values())) > 1:
+        sizes = ", ".join(f"{role}: {end}" for role, end in ends.items())
+        raise UsageError(f"the roles have different experts ({sizes}); plan for each model alone")
     phases = {table.phases[phase] for phase in np.unique(table.phase_N).tolist()}
     phase = headline_phase(phases) if len(phases) != 1 else next(iter(phases))
     if not table.num_rows or phase is None:
@@ -82,8 +89,9 @@ def plan_data(
         raise DataError("the data holds no tokens in any known layer; there is nothing to plan on")
     steps, step_N = np.unique(table.step_N, return_inverse=True)
     layers, layer_N = np.unique(table.layer_N, return_inverse=True)
-    history_WLE = np.zeros((len(steps), len(layers), table.num_experts), dtype=np.int64)
-    np.add.at(history_WLE, (step_N, layer_N), table.counts_NE)
+    num_experts = max(ends.values())  # of these roles: others of the table may have more
+    history_WLE = np.zeros((len(steps), len(layers), num_experts), dtype=np.int64)
+    np.add.at(history_WLE, (step_N, layer_N), table.counts_NE[:, :num_experts])
     seen_WL = np.zeros(history_WLE.shape[:2], dtype=bool)
     seen_WL[step_N, layer_N] = True
     if not seen_WL.all():

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict
 
 import msgspec
 
-from rl_insight_hooks.errors import RlInsightError, ThresholdExceededError, UsageError
+from rl_insight_hooks.errors import DataError, RlInsightError, ThresholdExceededError, UsageError
 from rl_insight_hooks.rebalance import formats
 from rl_insight_hooks.rebalance.assess import (
     Assessment,
@@ -44,7 +45,7 @@ from rl_insight_hooks.report.speak import (
     say_findings,
     write_json_line,
 )
-from rl_insight_hooks.report.table import LoadTable
+from rl_insight_hooks.report.table import LoadTable, Problem
 
 _FAR = 0.1  # total variation of two loads from which a plan of one is doubtful for the other
 
@@ -121,9 +122,10 @@ def run(request: Request) -> None:
     say_findings(table.problems, (*table.assumptions, *data.remarks))
     if request.sweep_replicas is not None:
         _sweep(request, data)
+    others: Sequence[Problem] = ()
     if request.num_replicas is not None or request.from_map is not None:
-        _plan(request, data, format)
-    fail_if_incomplete(table.problems)
+        others = _plan(request, data, format)
+    fail_if_incomplete([*table.problems, *others])
 
 
 def _check(request: Request) -> str | None:
@@ -193,7 +195,8 @@ def _load(request: Request, paths: list[Path], role: str | None, progress: Any) 
     )
 
 
-def _plan(request: Request, data: PlanData, format: str | None) -> None:
+def _plan(request: Request, data: PlanData, format: str | None) -> Sequence[Problem]:
+    """Plan, judge, write and say; return the problems of the data that the plan was evaluated on."""
     old = _read_map(request, data) if request.from_map is not None else None
     held = _hold_out(request, data, old)
     moves: list[Move] = []
@@ -214,8 +217,8 @@ def _plan(request: Request, data: PlanData, format: str | None) -> None:
             half_life=request.half_life,
         )
     result = assess(data.history_WLE, placement, old, held_out=held)
-    evaluations = _evaluate(request, data, placement, old) if request.evaluate_on else []
-    warnings = _warnings(request, data, result, evaluations, format)
+    evaluations, unfit, problems = _evaluate(request, data, placement, old)
+    warnings = [*_warnings(request, data, result, evaluations, format), *unfit]
     encoded = None
     if format is not None:
         encoded = formats.encode(placement, format, num_hidden_layers=request.num_hidden_layers)
@@ -232,6 +235,7 @@ def _plan(request: Request, data: PlanData, format: str | None) -> None:
         raise ThresholdExceededError(
             f"the forecast max/mean is {result.forecast.mean:.4f}, above --fail-above {request.fail_above}"
         )
+    return problems
 
 
 def _read_map(request: Request, data: PlanData) -> Placement:
@@ -291,8 +295,14 @@ def _hold_out(request: Request, data: PlanData, old: Placement | None) -> HeldOu
 
 def _evaluate(
     request: Request, planned: PlanData, placement: Placement, old: Placement | None
-) -> list[_Evaluation]:
-    """Score the plan on each role of the other data."""
+) -> tuple[list[_Evaluation], list[str], Sequence[Problem]]:
+    """Score the plan on each role of the other data; return (scores, roles it does not fit, problems).
+
+    Raises:
+        DataError: it fits no role.
+    """
+    if not request.evaluate_on:
+        return [], [], ()
     table = load(
         request.evaluate_on,
         ranks=request.filters["ranks"],
@@ -306,14 +316,21 @@ def _evaluate(
     say_findings(table.problems, table.assumptions)
     before = old if old is not None else linear_of(placement.shape, placement.num_layers)
     planned_LE = total(planned.history_WLE)
-    found = []
+    found, unfit = [], []
     for index in sorted(set(table.role_N.tolist())):
         rows = table.take(table.role_N == index)
         data = plan_data(rows, first_moe_layer=request.first_moe_layer)
-        load_LE = total(only_layers(data, placement.layer_ids, placement.num_experts))
+        try:
+            history_WLE = only_layers(data, placement.layer_ids, placement.num_experts)
+        except DataError as error:
+            unfit.append(f"not scored on role {', '.join(data.roles)}: {error}")
+            continue
+        load_LE = total(history_WLE)
         distance = float(total_variation(planned_LE, load_LE).mean())
         found.append(_Evaluation(data, score(load_LE, before), score(load_LE, placement), distance))
-    return found
+    if not found:
+        raise DataError("; ".join(unfit) or "the data to evaluate on holds no counts")
+    return found, unfit, table.problems
 
 
 def _warnings(

@@ -20,7 +20,7 @@ from placement_cases import (
 )
 from typer.testing import CliRunner
 
-from rl_insight_hooks.errors import DataError, RlInsightError, UsageError
+from rl_insight_hooks.errors import DataError, IncompleteDataError, RlInsightError, UsageError
 from rl_insight_hooks.rebalance import decode, encode, linear_placement, plan
 from rl_insight_hooks.report.commands.rebalance import rebalance
 from rl_insight_hooks.report.load import load
@@ -241,6 +241,31 @@ def test_several_roles_must_be_chosen(tmp_path):
     rows = json.loads(both.stdout)["physical_to_logical"]
     summed = plan(history(0) + history(1), 24, 1, 1, 4)
     assert rows == summed.physical_to_logical.tolist()
+
+
+def test_a_role_of_another_model_is_neither_added_nor_ends_the_evaluation(tmp_path):
+    root = write_steps(tmp_path / "run", history(0))
+    write_steps(root, np.ones((2, 1, 8), dtype=int), role="critic", first_step=70)
+    args = [root, "--num-replicas", 24, "--num-npus", 4]
+    _, error = call(*args, "--role", "rollout,critic")
+    assert isinstance(error, UsageError)
+    assert "critic: 8, rollout: 16" in str(error)
+    result, error = call(*args, "--role", "rollout", "--evaluate-on", root, "--json")
+    assert error is None
+    found = json.loads(result.stdout)
+    assert [one["roles"] for one in found["evaluations"]] == [["rollout"]]
+    assert any("not scored on role critic" in said for said in found["warnings"])
+    _, error = call(*args, "--role", "rollout", "--evaluate-on", root / "step_70")
+    assert "8 experts, the plan 16" in str(error)
+
+
+def test_torn_data_to_evaluate_on_is_incomplete(tmp_path):
+    root = write_steps(tmp_path / "run", history(0))
+    other = write_steps(tmp_path / "other", history(1))
+    (other / "step_2/rollout/rank0/group_list.json").write_text("{")
+    result, error = call(root, "--num-replicas", 24, "--num-npus", 4, "--evaluate-on", other)
+    assert isinstance(error, IncompleteDataError)
+    assert "placement:" in result.stdout
 
 
 def test_layers_and_steps_that_are_missing_are_said(tmp_path):
