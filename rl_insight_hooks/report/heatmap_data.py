@@ -280,8 +280,9 @@ def _normalized(counts_RC: FloatArray, layer_R: IntArray, normalize: str) -> Flo
 
 
 def _imbalance(counts_RC: FloatArray) -> FloatArray:
-    """max/mean of each row over the experts that its rank holds."""
-    return np.array([float(metrics.max_over_mean(row[~np.isnan(row)])) for row in counts_RC])
+    """max/mean of each row over the experts that its rank holds; NaN where it holds none."""
+    held = [row[~np.isnan(row)] for row in counts_RC]
+    return np.array([float(metrics.max_over_mean(row)) if row.size else np.nan for row in held])
 
 
 def _hottest(
@@ -312,34 +313,36 @@ def _hottest(
 
 
 def _turned(picture: Heatmap) -> Heatmap:
-    """Experts down, layers across: blocks stay above one another."""
-    widest = max(b.num_rows for b in picture.blocks)
+    """Experts down, layers across: blocks stay above one another, a layer that one lacks is NaN there."""
+    layer_labels = sorted(
+        set(picture.row_labels), key=lambda label: int(label) if label.isdecimal() else -1
+    )
+    column_of = {label: column for column, label in enumerate(layer_labels)}
     num_experts = picture.value_RC.shape[1]
     values: list[FloatArray] = []
     blocks: list[Block] = []
     labels: list[str] = []
     hottest: list[HotCell] = []
     for i, block in enumerate(picture.blocks):
-        rows = slice(block.first_row, block.first_row + block.num_rows)
-        part = np.full((num_experts, widest), np.nan)
-        part[:, : block.num_rows] = picture.value_RC[rows].T
+        rows = range(block.first_row, block.first_row + block.num_rows)
+        columns = [column_of[picture.row_labels[row]] for row in rows]
+        part = np.full((num_experts, len(layer_labels)), np.nan)
+        part[:, columns] = picture.value_RC[rows.start : rows.stop].T
         values.append(part)
         blocks.append(replace(block, first_row=i * num_experts, num_rows=num_experts))
         labels += picture.column_labels
         hottest += [
-            replace(h, row=i * num_experts + h.column, column=h.row - block.first_row)
+            replace(h, row=i * num_experts + h.column, column=columns[h.row - rows.start])
             for h in picture.hottest
-            if block.first_row <= h.row < block.first_row + block.num_rows
+            if h.row in rows
         ]
-    first = picture.blocks[int(np.argmax([b.num_rows for b in picture.blocks]))]
-    layer_labels = picture.row_labels[first.first_row : first.first_row + widest]
     value_RC = np.concatenate(values)
     return replace(
         picture,
         value_RC=value_RC,
         imbalance_R=_imbalance(value_RC),
         row_labels=tuple(labels),
-        column_labels=layer_labels,
+        column_labels=tuple(layer_labels),
         blocks=tuple(blocks),
         hottest=tuple(sorted(hottest, key=lambda h: -h.tokens)),
         row_name="expert",

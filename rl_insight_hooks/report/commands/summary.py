@@ -101,5 +101,5 @@ def summary(
     if beyond:
         raise ThresholdExceededError("; ".join(beyond))
     fail_if_incomplete(table.problems)
-    if not found.roles:
+    if not found.roles or (limits and all(r.max_over_mean is None for r in found.roles)):
         raise IncompleteDataError("there are no forward, eval or compiled counts to judge")

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import matplotlib
 import matplotlib.image
 import numpy as np
@@ -54,6 +56,28 @@ def test_view_experts_is_turned():
     assert picture.value_RC.shape == (4, 3)
     assert np.array_equal(picture.value_RC, data.counts_NE.T)
     assert (picture.hottest[0].row, picture.hottest[0].column) == (1, 2)
+
+
+def test_view_experts_keeps_each_layer_in_its_column(tmp_path):
+    data = table(
+        [
+            (1, "a", None, 0, "forward", [1, 2, 3]),
+            (1, "a", None, 1, "forward", [4, 5, 6]),
+            (1, "b", None, 1, "forward", [7, 8, 0]),
+            (1, "b", None, 10, "forward", [9, 1, 0]),
+        ],
+        roles=("a", "b"),
+    )
+    held = np.array([3, 3, 2, 2])
+    picture = heatmap_data.build(dataclasses.replace(data, held_N=held), view="experts")
+    assert picture.column_labels == ("0", "1", "10")
+    nan = float("nan")
+    expected = [[1, 4, nan], [2, 5, nan], [3, 6, nan], [nan, 7, 9], [nan, 8, 1], [nan] * 3]
+    assert np.array_equal(picture.value_RC, np.array(expected), equal_nan=True)
+    hot = picture.hottest[0]
+    assert (hot.row, hot.column, hot.tokens) == (3, 2, 9)
+    assert "layer 10 expert 0" in hot.label
+    draw(picture, tmp_path / "p.png", Style(dpi=50))
 
 
 def test_normalize_and_sort():

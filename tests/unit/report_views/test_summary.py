@@ -138,9 +138,10 @@ def test_a_filter_that_leaves_nothing_is_a_usage_error(tmp_path, capsys, filter)
 
 
 def test_nothing_to_judge_passes_no_threshold(tmp_path, capsys):
-    data = collects(tmp_path / "d", {})
-    assert run(["summary", data, "--fail-above", "max_over_mean=9"]) == 4
-    assert "no forward, eval or compiled counts" in capsys.readouterr().err
+    for counts in ({}, {"0": {"0": 0, "1": 0}}):
+        data = collects(tmp_path / "d", counts)
+        assert run(["summary", data, "--fail-above", "max_over_mean=9"]) == 4
+        assert "no forward, eval or compiled counts" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["summary", "heatmap", "compare", "rebalance", "check"])
