@@ -91,3 +91,48 @@ def test_a_wrong_path_of_the_settings_is_one_line(spawn):
     lines = [line for line in spawn.stderr.splitlines() if "rl_insight_hooks" in line]
     assert len(lines) == 1
     assert "cannot read the configuration /not/there.yaml" in lines[0]
+
+
+_ROLLOUT = """
+import json, multiprocessing, sys, time
+import rollout
+
+if __name__ == "__main__":
+    context = multiprocessing.get_context("spawn")
+    answers = context.Queue()
+    child = context.Process(target=rollout.live, args=(answers, sys.argv[1]))
+    child.start()
+    truth = answers.get(timeout=150)
+    if sys.argv[1] == "sigterm":
+        time.sleep(0.5)
+        child.terminate()
+    child.join(60)
+    print(json.dumps([truth, child.exitcode]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "exit_code"), [("sleep", 9), ("interval", 9), ("exit", 0), ("sigterm", -15)]
+)
+def test_collects_of_a_spawned_worker_are_written(npu_env, tmp_path, how, exit_code):
+    """Before it sleeps and at the interval (it is killed after that), when it ends, and when it is told to."""
+    (tmp_path / "main.py").write_text(_ROLLOUT)
+    interval = 0.2 if how == "interval" else 3600
+    settings = f"{{enable: true, path: {tmp_path / 'load'}, flush_interval: {interval}}}"
+    (tmp_path / "on.yaml").write_text(f"rl_insight_hooks: {settings}")
+    env = npu_env | {"RL_INSIGHT_HOOKS_CONFIG": str(tmp_path / "on.yaml"), "RANK": "3"}
+    done = subprocess.run(
+        [sys.executable, tmp_path / "main.py", how],
+        env=env | {"WORLD_SIZE": "4"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    truth, code = json.loads(done.stdout.strip().splitlines()[-1])
+    assert code == exit_code
+    assert sum(truth) == 2 * 6 * 2  # steps x tokens x top-k
+    written = json.loads((tmp_path / "load/eplb_token_collects_3.json").read_bytes())
+    counts = [written["0"][str(expert)] for expert in range(len(truth))]
+    assert counts == truth
