@@ -68,7 +68,7 @@ def normalised_entropy(load_LB: npt.ArrayLike) -> FloatArray:
     with np.errstate(divide="ignore", invalid="ignore"):
         terms = np.where(share > 0, share * np.log(share), 0.0)
     num_bins = load.shape[-1]
-    entropy = -terms.sum(-1) / np.log(num_bins) if num_bins > 1 else np.ones(load.shape[:-1])
+    entropy = 0.0 - terms.sum(-1) / np.log(num_bins) if num_bins > 1 else np.ones(load.shape[:-1])
     result: FloatArray = np.where(load.sum(-1) > 0, entropy, np.nan)
     return result
 

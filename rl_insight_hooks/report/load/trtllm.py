@@ -110,11 +110,15 @@ def _by_step(tensors: dict[str, npt.NDArray[Any]]) -> dict[int, dict[int, npt.ND
         match = _KEY.fullmatch(name)
         if match is None:
             raise ValueError(f'key {name!r} is not "iteration_layer"')
+        if tensor.ndim != 1:
+            raise ValueError(
+                f"key {name!r} has the shape {list(tensor.shape)}; counts are [experts]"
+            )
         if tensor.dtype.kind == "f" and not np.isfinite(tensor).all():
             raise ValueError(f"key {name!r} has values that are no numbers")
         with np.errstate(invalid="ignore"):
-            counts = tensor.reshape(-1).astype(np.int64)
-        if counts.size and (counts.min() < 0 or (counts != tensor.reshape(-1)).any()):
+            counts = tensor.astype(np.int64)
+        if counts.size and (counts.min() < 0 or (counts != tensor).any()):
             raise ValueError(f"key {name!r} has counts that are negative or no whole numbers")
         loads.setdefault(int(match[1]), {})[int(match[2])] = counts
     return loads
@@ -156,6 +160,8 @@ def _block(
 ) -> Block:
     layers = sorted(rows)
     width = max(row.size for row in rows.values())
+    if num_experts is not None and width > num_experts:
+        raise ValueError(f"{width} experts, but meta_info.json says {num_experts}")
     counts = np.zeros((len(layers), width), dtype=np.int64)
     for number, layer in enumerate(layers):
         counts[number, : rows[layer].size] = rows[layer]

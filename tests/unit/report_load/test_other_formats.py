@@ -194,6 +194,7 @@ def test_trtllm_ranks_add_up(tmp_path):
         (_safetensors({"1_1": np.array([1.5], np.float32)}), "whole"),
         (_safetensors({"1_1": np.array([np.inf], np.float32)}), "no numbers"),
         (_safetensors({"layer": np.array([1], np.int64)}), "iteration_layer"),
+        (_safetensors({"1_1": np.ones((2, 4), np.int64)}), "the shape [2, 4]"),
         (struct.pack("<Q", 40) + b'{"1_1": {"dtype": "BF16", "shape": [1]  ', "header"),
     ],
 )
@@ -207,6 +208,14 @@ def test_trtllm_damage_is_named_and_other_ranks_shown(tmp_path, by_rule, data, w
     assert problem.where.endswith("rank1.safetensors")
     assert word in problem.what
     assert "no-meta-info" in rules
+
+
+def test_trtllm_counts_of_more_experts_than_the_model_has_are_refused(tmp_path, by_rule):
+    (tmp_path / "rank0.safetensors").write_bytes(_safetensors({"1_1": np.ones(4, np.int64)}))
+    (tmp_path / "meta_info.json").write_text('{"num_experts": 2}')
+    table = load(tmp_path)
+    assert table.num_rows == 0
+    assert "4 experts, but meta_info.json says 2" in by_rule(table)["bad-tensor-file"][0].what
 
 
 def test_a_dtype_that_counts_cannot_have_is_refused():

@@ -37,6 +37,10 @@ def test_by_hand(name, first):
     assert math.isnan(values[2])
 
 
+def test_entropy_of_one_hot_expert_is_not_minus_zero():
+    assert math.copysign(1.0, float(metrics.normalised_entropy([[7, 0, 0]])[0])) == 1.0
+
+
 def test_one_rank_that_is_always_twice_loaded_is_never_called_balanced():
     """Two layers, two ranks, rank 0 always twice as loaded: mean/max is 1.5/2, over ranks and not layers."""
     assert metrics.balancedness([[2, 1], [2, 1]]).tolist() == [0.75, 0.75]
