@@ -139,7 +139,7 @@ def npu(session: nox.Session) -> None:
     if installed(session, "tests/verl"):
         env = npu_environment(session)
         eras = Path(session.create_tmp()).resolve() / "verl"
-        for version in ("0.7.1", "0.8.0"):
+        for version in ("0.7.1", "0.8.0", "megatron"):
             requirements = f"tests/verl/requirements-{version}.txt"
             try:
                 session.install("--no-deps", "--target", str(eras / version), "-r", requirements)
