@@ -87,6 +87,8 @@ def int_rows(value: Any, what: str) -> list[list[int]]:
         for item in row:
             if type(item) is not int:
                 raise DataError(f"{what}[{index}] holds {item!r}; expert ids are whole numbers")
+            if not 0 <= item < 1 << 31:
+                raise DataError(f"{what}[{index}] holds {item}; no expert has that id")
         if len(row) != len(value[0]):
             raise DataError(
                 f"equal-slots: {what}[{index}] has {len(row)} entries, {what}[0] has {len(value[0])}; "

@@ -51,7 +51,7 @@ def decode(data: bytes, layer_ids: Sequence[int] | None = None) -> FoundMap:
     """
     try:
         value = json.loads(data)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"the sglang map is no JSON: {error}") from None
     if not isinstance(value, dict) or KEY not in value:
         raise DataError(f"the sglang map has no key {KEY!r}")

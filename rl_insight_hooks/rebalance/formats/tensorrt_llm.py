@@ -39,7 +39,7 @@ def decode(data: bytes) -> FoundMap:
 
     try:
         value = yaml.load(data, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-    except (yaml.YAMLError, ValueError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise DataError(f"the tensorrt-llm map is no YAML: {error}") from None
     table = value.get("initial_global_assignments") if isinstance(value, dict) else None
     if not isinstance(table, dict) or not table:

@@ -51,7 +51,7 @@ def decode(data: bytes) -> FoundMap:
     """
     try:
         value = json.loads(data)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"the vllm-ascend map is no JSON: {error}") from None
     layers = _list(value, "layer_list", "the map")
     _agree(value, "moe_layer_count", layers, "the map", "counts-agree")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import io
 import json
+import random
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from placement_cases import assert_valid, zipf_load
 
-from rl_insight_hooks.errors import DataError, UsageError
+from rl_insight_hooks.errors import DataError, RlInsightError, UsageError
 from rl_insight_hooks.rebalance import (
     FORMATS,
     broken_rules,
@@ -201,11 +202,36 @@ def drop_device(value):
         (b"initial_global_assignments:\n  1: [0, 1]\nlayer_updates_per_iter: 2\n", "static"),
         (b"initial_global_assignments: [", "no YAML"),
         (b"PK\x03\x04rest", "no npz"),
+        (b'{"layer_list": ' + b"[" * 50_000, "no JSON"),
+        (b'{"physical_to_logical_map": ' + b"[" * 50_000, "no JSON"),
+        (b'{"physical_to_logical_map": [[' + b"9" * 30 + b"]]}", "no expert has that id"),
+        (b"initial_global_assignments:\n  1: [-1, 1]\n", "no expert has that id"),
     ],
 )
 def test_broken_files_are_named(data, words):
     with pytest.raises(DataError, match=words):
         decode(data, num_devices=1)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_damaged_files_are_refused_or_valid_placements(format):
+    rng = random.Random(5)
+    data = encode(plan(np.arange(1, 17).reshape(2, 8), 12, 2, 2, 4), format)
+    num_refused = 0
+    for _ in range(400):
+        at, what = rng.randrange(len(data)), rng.randrange(4)
+        put = rng.choice([b"[", b"-1", b"9" * 30, b"null", b"1.5", b"\xff", b"&a ", b"*a "])
+        damaged = {
+            0: data[:at],
+            1: data[:at] + bytes([data[at] ^ 1 << rng.randrange(8)]) + data[at + 1 :],
+            2: data[:at] + put + data[at:],
+            3: data[:at] + data[at + rng.randint(1, 20) :],
+        }[what]
+        try:
+            validate(decode(damaged, num_experts=8, num_devices=4, num_groups=2, num_nodes=2))
+        except RlInsightError:
+            num_refused += 1
+    assert num_refused > 200
 
 
 def test_deepseek_arrays_that_disagree_are_refused():
