@@ -8,26 +8,68 @@ gives the same counts back.
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 
+from rl_insight_hooks.errors import UsageError
 from rl_insight_hooks.paths import role_dir
 from rl_insight_hooks.report.table import ALL_RANKS, NO_STEP, IntArray, LoadTable
 from rl_insight_hooks.report.torch_write import int_tensor_file
 from rl_insight_hooks.schema import PHASE_FORWARD
 
-_FRAME = "File rl_insight_hooks, line 1, in forward, \n exported counts, one call per layer"
+_MARK = "exported counts, one call per layer"
+_FRAME = f"File rl_insight_hooks, line 1, in forward, \n {_MARK}"
 
 
 def write_tree(table: LoadTable, target: Path) -> list[str]:
-    """Write the tree below ``target``; return what the tree cannot say, in sentences.
+    """Write the tree ``target`` in place of what is there; return what it cannot say, in sentences.
+
+    The tree appears whole: it is written beside ``target`` and renamed.
 
     Raises:
-        OSError: a file cannot be written.
+        UsageError: what is there is no tree of an earlier export; dumps of a run are never replaced.
+        OSError: a file cannot be written; what was there still is.
     """
+    if not _is_export(target):
+        raise UsageError(f"{target} holds other files than an export; give another name")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as scratch:
+        new, old = Path(scratch) / "new", Path(scratch) / "old"
+        new.mkdir()
+        said = _write_below(table, new)
+        if target.exists():
+            target.replace(old)
+        try:
+            new.replace(target)
+        except OSError:
+            if old.exists():
+                old.replace(target)
+            raise
+    return said
+
+
+def _is_export(folder: Path) -> bool:
+    """Return True if every file below ``folder`` is of a dump that this module wrote."""
+    if folder.exists() and not folder.is_dir():
+        return False
+    ours: dict[Path, bool] = {}
+    for path in folder.rglob("*"):
+        if path.is_dir():
+            continue
+        dump = path.parent.parent if path.suffix == ".pt" else path.parent
+        if dump not in ours:
+            stack = dump / "stack.json"
+            ours[dump] = stack.is_file() and _MARK.encode() in stack.read_bytes()
+        if not ours[dump]:
+            return False
+    return True
+
+
+def _write_below(table: LoadTable, target: Path) -> list[str]:
     said: dict[str, None] = {}
     phase = _phase_of(table, said)
     rows = np.flatnonzero(table.phase_N == phase) if phase is not None else np.zeros(0, np.int64)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -227,3 +228,44 @@ def test_a_failed_write_leaves_the_old_file(table, tmp_path, monkeypatch):
         export(table, tmp_path / "f.csv", overwrite=True)
     assert (tmp_path / "f.csv").read_text() == "old"
     assert sorted(p.name for p in tmp_path.iterdir()) == ["f.csv", "run"]
+
+
+def _files(folder):
+    return {p.relative_to(folder): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def test_a_tree_replaces_a_tree_whole_and_no_dumps(tmp_path, write_step, golden):
+    for steps, layers in ((3, 4), (1, 2)):
+        for step in range(steps):
+            write_step(
+                tmp_path / f"run{steps}", step, "actor", 0, {n: [4, n] for n in range(layers)}
+            )
+    tree = tmp_path / "tree"
+    export(load(tmp_path / "run3"), tree)
+    export(load(tmp_path / "run1"), tree, overwrite=True)
+    assert load(tree).counts_NE.tolist() == [[4, 0], [4, 1]]  # nothing of the three steps is left
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["run1", "run3", "tree"]
+    (tree / "step_0" / "notes.txt").write_text("mine")
+    dumps = tmp_path / "dumps"
+    shutil.copytree(golden / "msprobe_verl", dumps)
+    for taken in (tree, dumps, tmp_path / "run1", tmp_path):
+        before = _files(taken)
+        with pytest.raises(UsageError, match="other files than an export"):
+            export(load(tmp_path / "run1"), taken, "msprobe", overwrite=True)
+        assert _files(taken) == before
+
+
+def test_a_tree_that_cannot_be_written_leaves_the_old_one(tmp_path, write_step, monkeypatch):
+    write_step(tmp_path / "run", 1, "actor", 0, {0: [4, 4], 1: [4, 4]})
+    table, tree = load(tmp_path / "run"), tmp_path / "tree"
+    export(table, tree)
+    before = _files(tree)
+
+    def full(counts):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("rl_insight_hooks.report.export_msprobe.int_tensor_file", full)
+    with pytest.raises(OSError, match="No space"):
+        export(table, tree, overwrite=True)
+    assert _files(tree) == before
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["run", "tree"]
