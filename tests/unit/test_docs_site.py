@@ -122,3 +122,10 @@ def test_rules_that_the_troubleshooting_page_names_exist():
     }
     assert named
     assert named <= set(RULES)
+
+
+def test_every_rule_of_check_has_its_row():
+    rows = re.findall(
+        r"^\| `([a-z-]+)` \| (.*) \|$", (DOCS / "commands/check.md").read_text(), re.M
+    )
+    assert dict(rows) == RULES
