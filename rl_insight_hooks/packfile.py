@@ -30,7 +30,7 @@ import msgspec
 from rl_insight_hooks.atomic import write_atomic
 from rl_insight_hooks.errors import DataError
 from rl_insight_hooks.paths import load_file_path, role_dir
-from rl_insight_hooks.schema import LoadFile, decode_load_file
+from rl_insight_hooks.schema import SCHEMA_VERSION, LoadFile, decode_load_file
 
 if TYPE_CHECKING:
     import numpy as np
@@ -165,6 +165,14 @@ def encode_pack(files: list[LoadFile]) -> bytes:
     return out.getvalue()
 
 
+class NewerPackError(DataError):
+    """A pack has fields of a newer version."""
+
+
+class _Version(msgspec.Struct):
+    schema_version: int = 0
+
+
 def read_pack(data: bytes, where: str | os.PathLike[str]) -> list[LoadFile]:
     """Return the step files in a pack, counts filled in.
 
@@ -195,6 +203,11 @@ def read_pack_arrays(
     try:
         files = _meta_decoder.decode(arrays["meta"].tobytes())
     except msgspec.MsgspecError as error:
+        newest = _newest_schema(arrays["meta"].tobytes())
+        if newest > SCHEMA_VERSION:
+            raise NewerPackError(
+                f"{os.fspath(where)}: schema_version {newest}; this version reads 1 to {SCHEMA_VERSION}"
+            ) from None
         raise DataError(
             f"{os.fspath(where)}: the pack's meta data cannot be read: {error}"
         ) from None
@@ -210,6 +223,15 @@ def read_pack_arrays(
     wide = np.zeros((planes.shape[1], 8), dtype=np.uint8)
     wide[:, : planes.shape[0]] = planes.T
     return files, wide.view("<i8").reshape(-1).astype(np.int64, copy=False), starts
+
+
+def _newest_schema(meta: bytes) -> int:
+    """Return the newest schema version in a pack's meta data that cannot be decoded; 0 where none can be told."""
+    try:
+        versions = msgspec.json.decode(meta, type=list[_Version])
+    except (msgspec.MsgspecError, RecursionError):
+        return 0
+    return max((version.schema_version for version in versions), default=0)
 
 
 def _arrays(data: bytes, where: str | os.PathLike[str]) -> dict[str, Any]:

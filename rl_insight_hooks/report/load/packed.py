@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from rl_insight_hooks.errors import DataError
-from rl_insight_hooks.packfile import read_pack_arrays
+from rl_insight_hooks.packfile import NewerPackError, read_pack_arrays
 from rl_insight_hooks.report.load.context import ReadContext, read_bytes
 from rl_insight_hooks.report.load.native import block_of, version_text
 from rl_insight_hooks.report.load.sink import Block, Sink
@@ -60,6 +60,10 @@ def _steps(path: str, context: ReadContext) -> list[tuple[Any, list[Any]]]:
         files, flat, starts = read_pack_arrays(read_bytes(path), path)
     except OSError as error:
         context.problem("unreadable-file", path, str(error), "Give read permission, or copy it.")
+        return []
+    except NewerPackError as error:
+        what = str(error).removeprefix(f"{path}: ")
+        context.problem("newer-schema", path, what, "Upgrade: pip install -U rl-insight-hooks.")
         return []
     except DataError as error:
         what = str(error).removeprefix(f"{path}: ")

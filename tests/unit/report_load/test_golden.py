@@ -72,14 +72,17 @@ def test_a_folder_of_the_first_release_passes_the_commands(name, capsys):
     assert role["assignments"] == tokens
 
 
-def test_a_pack_of_a_newer_release_is_named_and_says_what_to_do(tmp_path, by_rule, capsys):
+@pytest.mark.parametrize("new_fields", [{}, {"field_of_tomorrow": [1]}])
+def test_a_pack_of_a_newer_release_is_named_and_says_what_to_do(
+    tmp_path, by_rule, capsys, new_fields
+):
     shutil.copytree(GOLDEN / "packed_v1", tmp_path / "run")
     path = tmp_path / "run/packed/actor_update/rank1/pack_3-3.npz"
     with np.load(path) as pack:
         arrays = dict(pack)
     meta = json.loads(arrays["meta"].tobytes())
     for file in meta:
-        file["schema_version"] = SCHEMA_VERSION + 1
+        file.update(new_fields, schema_version=SCHEMA_VERSION + 1)
     arrays["meta"] = np.frombuffer(json.dumps(meta).encode(), dtype=np.uint8)
     np.savez(path, **arrays)
     table = load(tmp_path)
