@@ -247,15 +247,16 @@ class Page {
       return log ? Math.log10(scaled + 1) : scaled;
     };
     const z = [], details = [];
+    let top = 0;
     for (const row of rows) {
       const { mean } = judged(row);
       z.push(experts.map((e) => shown(row[e], mean)));
+      top = z.at(-1).reduce((a, b) => Math.max(a, b ?? 0), top);
       details.push(experts.map((e) => [number(row[e]), mean ? (row[e] / mean).toFixed(2) : "-", e]));
     }
     const unit = perRow ? "tokens /<br>layer's mean" : "tokens";
     const bar = { title: { text: log ? `${unit}<br>(log)` : unit } };
     if (log) {
-      const top = Math.max(0, ...z.flat().map((v) => v ?? 0));
       const ticks = [0, 1, 2, 5].concat(...[1, 2, 3, 4, 5, 6, 7, 8, 9].map((p) => [1, 2, 5].map((m) => m * 10 ** p)));
       const few = ticks.filter((t) => Math.log10(t + 1) <= top + 1e-9).filter((t) => top < 2.5 || /^[01]/.test(String(t)));
       bar.tickvals = few.map((t) => Math.log10(t + 1));
@@ -268,7 +269,7 @@ class Page {
     }];
     const { clientWidth } = byId("heatmap");
     window.Plotly.react("heatmap", [{
-      type: "heatmap", z, customdata: details, colorscale: "Viridis", colorbar: bar, zmin: 0,
+      type: "heatmap", z, customdata: details, colorscale: "Viridis", colorbar: bar, zmin: 0, zmax: top || 1, hoverongaps: false,
       x: experts.map(String), y: layers.map((la) => this.layerShort(la)),
       hovertemplate: `layer %{y}, ${idName} %{customdata[2]}<br>%{customdata[0]} tokens, %{customdata[1]}x the mean<extra></extra>`,
     }], {
@@ -304,19 +305,18 @@ class Page {
     }, SMALL);
   }
 
-  ratioOf(layer, row) {
-    return judged(this.loads.onDevices(this.series, layer, row) ?? row).ratio;
-  }
-
+  /** max/mean of each layer and step: over devices where the experts of all rows are on known ones, else over experts. */
   drawTrend() {
     const lines = { mean: [], worst: [], one: [] };
-    for (const step of this.steps) {
-      const folded = this.loads.fold(this.series, this.rank, [step]);
-      const ratios = [...folded].map(([layer, row]) => this.ratioOf(layer, row)).filter(Number.isFinite);
+    const byStep = this.steps.map((step) => this.loads.fold(this.series, this.rank, [step]));
+    const known = byStep.every((folded) => [...folded].every(([layer, row]) => this.loads.onDevices(this.series, layer, row)));
+    const ratioOf = (layer, row) => judged(known ? this.loads.onDevices(this.series, layer, row) : row).ratio;
+    for (const folded of byStep) {
+      const ratios = [...folded].map(([layer, row]) => ratioOf(layer, row)).filter(Number.isFinite);
       lines.mean.push(ratios.length ? ratios.reduce((a, b) => a + b, 0) / ratios.length : null);
       lines.worst.push(ratios.length ? Math.max(...ratios) : null);
       const row = folded.get(this.layer);
-      const ratio = row ? this.ratioOf(this.layer, row) : NaN;
+      const ratio = row ? ratioOf(this.layer, row) : NaN;
       lines.one.push(Number.isFinite(ratio) ? ratio : null);
     }
     const x = this.steps.map((s) => (this.head.steps[s] === null ? "no step" : this.head.steps[s]));
@@ -324,7 +324,7 @@ class Page {
     const traces = [trace("worst layer", lines.worst, "#e07b00"), trace("mean over layers", lines.mean, "#3b76af")];
     if (this.layer >= 0) traces.push(trace(`layer ${this.layerShort(this.layer)}`, lines.one, "#2f8f4e"));
     window.Plotly.react("trend", traces, {
-      title: titled(`max / mean over ${this.head.devices ? "devices" : "experts"}, step by step`),
+      title: titled(`max / mean over ${known ? "devices" : "experts"}, step by step`),
       height: 320, margin: { l: 60, r: 150, t: 50, b: 50 },
       xaxis: { title: { text: "step" }, tickformat: "d", ...(x.length <= 12 ? { tickvals: x } : {}) }, yaxis: { title: { text: "max / mean" } },
     }, SMALL);
