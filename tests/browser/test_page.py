@@ -237,6 +237,11 @@ def test_csv_downloads(browser, downloads):
         assert float(row[3]) == pytest.approx(over_mean(counts))
 
 
+def test_csv_leaves_unknown_values_empty_and_quotes_names(browser):
+    text = browser.execute_script("return csvOf([['a,b', NaN, 0], ['say \"x\"', 1.5, 2]])")
+    assert list(csv.reader(text.splitlines())) == [["a,b", "", "0"], ['say "x"', "1.5", "2"]]
+
+
 def cell_place(browser, layer, expert):
     """Return where a cell of the heatmap is, in px from the middle of the plot area, and that element."""
     area = browser.find_element(By.CSS_SELECTOR, "#heatmap .nsewdrag")

@@ -115,7 +115,7 @@ function judged(bins) {
 
 function csvOf(rows) {
   const cell = (value) => {
-    const text = String(value);
+    const text = Number.isNaN(value) ? "" : String(value);
     return /[",\r\n]/.test(text) ? `"${text.replaceAll('"', '""')}"` : text;
   };
   return rows.map((row) => row.map(cell).join(",") + "\n").join("");
