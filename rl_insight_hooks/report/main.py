@@ -22,6 +22,7 @@ _EXIT_INTERRUPTED = 130
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line and leave the process with its exit code."""
+    os.environ["MPLBACKEND"] = "agg"  # pictures go to files, whatever the shell asks for
     sys.exit(run(sys.argv[1:] if argv is None else list(argv)))
 
 

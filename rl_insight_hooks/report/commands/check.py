@@ -8,7 +8,12 @@ from typing import Annotated
 
 import typer
 
-from rl_insight_hooks.report.commands.options import EpSize, GmmPerLayer, NumMoeLayers
+from rl_insight_hooks.report.commands.options import (
+    EpSize,
+    GmmPerLayer,
+    Jobs,
+    NumMoeLayers,
+)
 
 
 def check(
@@ -20,7 +25,7 @@ def check(
     gmm_per_layer: GmmPerLayer = None,
     num_moe_layers: NumMoeLayers = None,
     ep_size: EpSize = None,
-    jobs: Annotated[int, typer.Option("--jobs", "-j", help="Processes that read.")] = 1,
+    jobs: Jobs = 1,
     json: Annotated[bool, typer.Option("--json", help="Findings as JSON on stdout.")] = False,
 ) -> None:
     """Check recorded data against the rules of its format; exit code 4 if something is lost."""

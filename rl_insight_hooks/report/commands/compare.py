@@ -8,7 +8,12 @@ from typing import Annotated
 
 import typer
 
-from rl_insight_hooks.report.commands.options import EpSize, GmmPerLayer, NumMoeLayers
+from rl_insight_hooks.report.commands.options import (
+    EpSize,
+    GmmPerLayer,
+    NumMoeLayers,
+    Strict,
+)
 
 
 def compare(
@@ -33,9 +38,7 @@ def compare(
     gmm_per_layer: GmmPerLayer = None,
     num_moe_layers: NumMoeLayers = None,
     ep_size: EpSize = None,
-    strict: Annotated[
-        bool, typer.Option("--strict", help="Stop at the first file that cannot be read.")
-    ] = False,
+    strict: Strict = False,
     json: Annotated[bool, typer.Option("--json", help="The comparison as JSON on stdout.")] = False,
 ) -> None:
     """Say how far apart the routing of two runs, roles or steps is: rollout against training above all."""

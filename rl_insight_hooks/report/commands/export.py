@@ -8,14 +8,18 @@ from typing import Annotated
 
 import typer
 
-from rl_insight_hooks.report.commands.options import EpSize, GmmPerLayer, NumMoeLayers
+from rl_insight_hooks.report.commands.options import (
+    Data,
+    EpSize,
+    GmmPerLayer,
+    Jobs,
+    NumMoeLayers,
+    Strict,
+)
 
 
 def export(
-    data: Annotated[
-        list[Path],
-        typer.Argument(help="Files or folders; formats are recognised.", metavar="DATA..."),
-    ],
+    data: Data,
     output: Annotated[
         Path,
         typer.Option(
@@ -42,11 +46,9 @@ def export(
     gmm_per_layer: GmmPerLayer = None,
     num_moe_layers: NumMoeLayers = None,
     ep_size: EpSize = None,
-    strict: Annotated[
-        bool, typer.Option("--strict", help="Stop at the first file that cannot be read.")
-    ] = False,
+    strict: Strict = False,
     force: Annotated[bool, typer.Option("--force", "-f", help="Replace what is there.")] = False,
-    jobs: Annotated[int, typer.Option("--jobs", "-j", help="Processes that read.")] = 1,
+    jobs: Jobs = 1,
     json: Annotated[
         bool, typer.Option("--json", help="Say on stdout, as JSON, what was written.")
     ] = False,

@@ -9,18 +9,18 @@ from typing import Annotated
 import typer
 
 from rl_insight_hooks.report.commands.options import (
+    Data,
     EpSizeJudged,
     GmmPerLayer,
+    Jobs,
     NumDevices,
     NumMoeLayers,
+    Strict,
 )
 
 
 def html(
-    data: Annotated[
-        list[Path],
-        typer.Argument(help="Files or folders; formats are recognised.", metavar="DATA..."),
-    ],
+    data: Data,
     output: Annotated[
         Path,
         typer.Option("--output", "-o", help="page.html, or a folder for moe_load.html."),
@@ -47,10 +47,8 @@ def html(
     ] = "auto",
     gmm_per_layer: GmmPerLayer = None,
     num_moe_layers: NumMoeLayers = None,
-    strict: Annotated[
-        bool, typer.Option("--strict", help="Stop at the first file that cannot be read.")
-    ] = False,
-    jobs: Annotated[int, typer.Option("--jobs", "-j", help="Processes that read.")] = 1,
+    strict: Strict = False,
+    jobs: Jobs = 1,
     json: Annotated[
         bool, typer.Option("--json", help="Say on stdout, as JSON, what was written.")
     ] = False,

@@ -1,12 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options that several commands share: what a dump does not say of itself."""
+"""Arguments and options that several commands share."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
+Data = Annotated[
+    list[Path],
+    typer.Argument(help="Files or folders; formats are recognised.", metavar="DATA..."),
+]
+Strict = Annotated[
+    bool, typer.Option("--strict", help="Stop at the first file that cannot be read.")
+]
+Jobs = Annotated[int, typer.Option("--jobs", "-j", help="Processes that read.")]
+
+# what a dump does not say of itself
 GmmPerLayer = Annotated[
     int | None, typer.Option("--gmm-per-layer", help="msprobe: calls of one layer pass.", min=1)
 ]

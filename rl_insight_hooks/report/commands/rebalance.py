@@ -8,7 +8,13 @@ from typing import Annotated
 
 import typer
 
-from rl_insight_hooks.report.commands.options import EpSize, GmmPerLayer, NumMoeLayers
+from rl_insight_hooks.report.commands.options import (
+    EpSize,
+    GmmPerLayer,
+    Jobs,
+    NumMoeLayers,
+    Strict,
+)
 
 
 def rebalance(
@@ -119,13 +125,11 @@ def rebalance(
     gmm_per_layer: GmmPerLayer = None,
     num_moe_layers: NumMoeLayers = None,
     ep_size: EpSize = None,
-    strict: Annotated[
-        bool, typer.Option("--strict", help="Stop at the first file that cannot be read.")
-    ] = False,
+    strict: Strict = False,
     force: Annotated[
         bool, typer.Option("--force", "-f", help="Replace even the map that was loaded.")
     ] = False,
-    jobs: Annotated[int, typer.Option("--jobs", "-j", help="Processes that read.")] = 1,
+    jobs: Jobs = 1,
     json: Annotated[bool, typer.Option("--json", help="The result as JSON on stdout.")] = False,
 ) -> None:
     """Plan which experts (with replicas) go on which device, say what that will bring, and write the map."""

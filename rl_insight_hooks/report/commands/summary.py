@@ -9,18 +9,18 @@ from typing import Annotated
 import typer
 
 from rl_insight_hooks.report.commands.options import (
+    Data,
     EpSizeJudged,
     GmmPerLayer,
+    Jobs,
     NumDevices,
     NumMoeLayers,
+    Strict,
 )
 
 
 def summary(
-    data: Annotated[
-        list[Path],
-        typer.Argument(help="Files or folders; formats are recognised.", metavar="DATA..."),
-    ],
+    data: Data,
     step: Annotated[str | None, typer.Option("--step", help="Steps: 1,3-7.")] = None,
     role: Annotated[str | None, typer.Option("--role", help="Roles: a,b.")] = None,
     rank: Annotated[str | None, typer.Option("--rank", help="Ranks: 0,1 or all.")] = None,
@@ -45,10 +45,8 @@ def summary(
     ] = "auto",
     gmm_per_layer: GmmPerLayer = None,
     num_moe_layers: NumMoeLayers = None,
-    strict: Annotated[
-        bool, typer.Option("--strict", help="Stop at the first file that cannot be read.")
-    ] = False,
-    jobs: Annotated[int, typer.Option("--jobs", "-j", help="Processes that read.")] = 1,
+    strict: Strict = False,
+    jobs: Jobs = 1,
     json: Annotated[bool, typer.Option("--json", help="The summary as JSON on stdout.")] = False,
 ) -> None:
     """Judge the load: worst layers first, dead and hottest experts, trend, what an even load would save."""
