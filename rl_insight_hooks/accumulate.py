@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -71,7 +72,7 @@ class RoleStep:
     ended_unix_s: float
     place: Place
     num_regions: int = 0
-    failed_region: bool = False
+    failed_unix_s: float = math.inf  # end of the last region that an error left
     loads: dict[tuple[Layer, str, str, int, str | None, bool], LayerLoad] = field(
         default_factory=dict
     )

@@ -13,6 +13,8 @@ import errno
 import itertools
 import logging
 import os
+import platform
+import re
 from pathlib import Path
 
 _log = logging.getLogger(__name__)
@@ -21,11 +23,12 @@ _log = logging.getLogger(__name__)
 _NO_FSYNC_ERRNOS = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS})
 _no_fsync_warned = False
 _serial = itertools.count()
+_node = re.sub(r"[^A-Za-z0-9-]", "-", platform.node())[:64]  # without dots: they part the name
 
 
 def temp_name(name: str) -> str:
     """Return the name of the temp file of ``name`` for this process; no two calls give the same."""
-    return f".{name}.{os.getpid()}.{next(_serial)}.tmp"
+    return f".{name}.{_node}.{os.getpid()}.{next(_serial)}.tmp"
 
 
 def write_atomic(path: str | os.PathLike[str], data: bytes) -> None:
@@ -65,12 +68,12 @@ def fsync_dir(path: str | os.PathLike[str]) -> None:
 def sweep_temp_files(directory: str | os.PathLike[str]) -> int:
     """Remove temp files that a killed process left in ``directory``; return how many.
 
-    Only files of processes that no longer live on this machine are taken.
+    Only files of this machine's processes that no longer live are taken: other nodes write here too.
     """
     num_removed = 0
-    for temp in Path(directory).glob(".*.tmp"):
-        pid = temp.name.rsplit(".", 3)[-3]
-        if pid.isdigit() and not _alive(int(pid)):
+    for temp in Path(directory).glob(f".*.{_node}.*.*.tmp"):
+        pid = temp.name.split(".")[-3]
+        if pid.isdecimal() and not _alive(int(pid)):
             with contextlib.suppress(OSError):
                 temp.unlink()
                 num_removed += 1
@@ -82,7 +85,7 @@ def _alive(pid: int) -> bool:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except OSError:
+    except (OSError, OverflowError):  # no pid of any process
         return True
     return True
 

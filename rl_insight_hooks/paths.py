@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 import time
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 from rl_insight_hooks.schema import COLLECTS_PREFIX, LOAD_FILE_NAME, NO_STEP_DIR
 
 _UNSAFE = re.compile(r"[/\\\0]|^\.+$")
+_MAX_NAME_BYTES = 255  # of one path part, on every common file system
 
 
 def load_file_path(root: str, step: int | None, role: str, rank: int) -> Path:
@@ -19,8 +21,15 @@ def load_file_path(root: str, step: int | None, role: str, rank: int) -> Path:
 
 
 def role_dir(role: str) -> str:
-    """Return ``role`` as one path part: separators become "_"."""
-    return _UNSAFE.sub("_", role) or "_"
+    """Return ``role`` as one path part: separators become "_".
+
+    A name that had to change, or is too long, ends in a hash of the role, so that no two roles share a folder.
+    """
+    safe = _UNSAFE.sub("_", role).encode()
+    if safe == role.encode() and 0 < len(safe) <= _MAX_NAME_BYTES:
+        return role
+    digest = hashlib.sha256(role.encode()).hexdigest()[:8]
+    return f"{safe[: _MAX_NAME_BYTES - 9].decode(errors='ignore')}-{digest}"
 
 
 def collects_path(root: str, rank: int) -> Path:

@@ -92,9 +92,11 @@ class Writer:
         self._queued_bytes = 0
         self._lost: dict[str, int] = {}
         self._lost_named: set[str] = set()
-        self._gathered: dict[tuple[str, str], RoleStep] = {}
+        self._gathered: dict[tuple[str, str], RoleStep] = {}  # the last one of a path and role
+        self._open: dict[tuple[str, str, int | None], RoleStep] = {}  # of regions that go on
         self._numbers: dict[str, LayerNumbers] = {}
         self._collects: dict[str, Collects] = {}
+        self._settled: set[str] = set()  # paths where an earlier run's collects were dealt with
         self._owned: set[Path] = set()
         self._packers: dict[int, Packer] = {}
         self._unwritten: OrderedDict[Path, bytes] = OrderedDict()
@@ -109,24 +111,28 @@ class Writer:
 
     def submit(self, result: RegionResult) -> None:
         """Hand over a region; never blocks. Safe in a signal handler."""
-        if (
-            self._num_queued >= MAX_QUEUED_REGIONS
-            or self._queued_bytes + result.nbytes > MAX_QUEUED_BYTES
-        ):
+        nbytes = result.nbytes  # first: within += another thread could run
+        if self._num_queued >= MAX_QUEUED_REGIONS or self._queued_bytes + nbytes > MAX_QUEUED_BYTES:
             self._lose("region lost: the writer is behind (slow disk)")
             return
         self._num_queued += 1
-        self._queued_bytes += result.nbytes
+        self._queued_bytes += nbytes
         self._queue.put(result)
         self._ensure_thread()
 
     def flush(self, timeout_s: float | None = None) -> bool:
         """Wait until everything handed over is written; return False on timeout."""
-        if self._thread is None or threading.current_thread() is self._thread:
+        if threading.current_thread() is self._thread:
+            return True
+        if self._thread is None and self._queue.empty():
+            return True
+        if not self._ensure_thread():
+            while not self._queue.empty():
+                self._handle(self._queue.get_nowait())
+            self._retry_unwritten(all_of_them=True)
             return True
         barrier = _Barrier(threading.Event())
         self._queue.put(barrier)
-        self._ensure_thread()
         return barrier.done.wait(timeout_s)
 
     def summary(self, step: int | None = None) -> dict[str, float]:
@@ -141,29 +147,35 @@ class Writer:
                 merged.update(metrics)
         return merged
 
-    def _ensure_thread(self) -> None:
-        thread = self._thread
-        if thread is None or not thread.is_alive():
-            self._thread = threading.Thread(
-                target=self._run, name="rl_insight_hooks.writer", daemon=True
-            )
-            self._thread.start()
+    def _ensure_thread(self) -> bool:
+        """Start the thread if need be; False where none can be started, as at exit since Python 3.12."""
+        if self._thread is not None and self._thread.is_alive():
+            return True
+        thread = threading.Thread(target=self._run, name="rl_insight_hooks.writer", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:
+            return False
+        self._thread = thread
+        return True
 
     # -- the thread's side -------------------------------------------------------------------------------
 
     def _run(self) -> None:
         while True:
-            item = self._queue.get()
-            if isinstance(item, _Barrier):
-                with guard.failsafe("writer.retry"):
-                    self._retry_unwritten()
-                item.done.set()
-                continue
-            nbytes = item.nbytes
-            with guard.failsafe("writer.region"):
-                self._take(item)
-            self._num_queued -= 1
-            self._queued_bytes -= nbytes
+            self._handle(self._queue.get())
+
+    def _handle(self, item: RegionResult | _Barrier) -> None:
+        if isinstance(item, _Barrier):
+            with guard.failsafe("writer.retry"):
+                self._retry_unwritten(all_of_them=True)
+            item.done.set()
+            return
+        nbytes = item.nbytes
+        with guard.failsafe("writer.region"):
+            self._take(item)
+        self._num_queued -= 1
+        self._queued_bytes -= nbytes
 
     def _take(self, result: RegionResult) -> None:
         readings = [r for pending in result.pending for r in pending.resolve()]
@@ -190,7 +202,8 @@ class Writer:
         if config.collects and (
             config.collects_roles is None or result.role in config.collects_roles
         ):
-            self._write_collects(result, readings, gathered.phase_of_eval)
+            with guard.failsafe("writer.collects"):
+                self._write_collects(result, readings, gathered.phase_of_eval)
         run_id = config.run_id or envs.run_id() or self._made_run_id
         numbers = self._numbers.setdefault(result.role, LayerNumbers())
         load_file = build_load_file(
@@ -210,11 +223,14 @@ class Writer:
 
     def _gather(self, result: RegionResult, readings: list[SlotReading]) -> RoleStep:
         key = (result.path, result.role)
+        open_key = (result.path, result.role, result.step)
         gathered = self._gathered.get(key)
-        # the same step again is more of it, unless what we hold ended in an error: then it is a rerun
-        rerun = gathered is not None and gathered.failed_region and not result.continues
-        if gathered is None or gathered.step != result.step or rerun:
-            gathered = self._gathered[key] = RoleStep(
+        if result.continues:  # another step of the role may have come between
+            gathered = self._open.get(open_key, gathered)
+        elif gathered is not None and result.started_unix_s >= gathered.failed_unix_s:
+            gathered = None  # the same step again is more of it, after an error it is a rerun
+        if gathered is None or gathered.step != result.step:
+            gathered = RoleStep(
                 result.step,
                 result.step_source,
                 result.role,
@@ -222,6 +238,11 @@ class Writer:
                 result.ended_unix_s,
                 result.place,
             )
+        self._gathered[key] = gathered
+        if result.ended:
+            self._open.pop(open_key, None)
+        else:
+            self._open[open_key] = gathered
         gathered.place = result.place
         gathered.ended_unix_s = max(result.ended_unix_s, gathered.started_unix_s)
         gathered.num_regions += not result.continues
@@ -231,7 +252,7 @@ class Writer:
                 _call_counts(s, g) for s, g in result.call_log
             ]
         if result.error is not None:
-            gathered.failed_region = True
+            gathered.failed_unix_s = result.ended_unix_s
             gathered.notes.append(f"a region was left by {result.error}: its counts may be partial")
         for mine, theirs in (
             (gathered.dropped, result.dropped),
@@ -250,14 +271,21 @@ class Writer:
         self, result: RegionResult, readings: list[SlotReading], phase_of_eval: str
     ) -> None:
         target = collects_path(result.path, result.place.rank)
-        collects = self._collects.get(result.path)
-        if collects is None:
-            collects = self._collects[result.path] = Collects()
-            if target.exists():
-                self._adopt_or_keep(target, collects, resume=result.config.resume)
+        collects = self._collects.setdefault(result.path, Collects())
         widest = max((r.slot.num_experts for r in readings), default=0)
         first_expert = first_local_expert(result.place, widest)
         collects.add(readings, first_expert, phase_of_eval=phase_of_eval)
+        if result.path not in self._settled:
+            try:
+                if target.exists():
+                    self._adopt_or_keep(target, collects, resume=result.config.resume)
+            except OSError as error:
+                self._lose(
+                    f"collects not written: {target.name} of an earlier run can be neither read nor "
+                    f"moved ({error.strerror or error})"
+                )
+                return
+            self._settled.add(result.path)
         self._write(target, msgspec.json.encode(collects.as_json_dict()) + b"\n")
 
     def _adopt_or_keep(self, target: Path, collects: Collects, *, resume: bool) -> None:
@@ -287,6 +315,8 @@ class Writer:
         if target in self._owned:
             return target
         self._owned.add(target)
+        with guard.failsafe("writer.sweep"):
+            sweep_temp_files(target.parent)
         if len(self._owned) > 100_000:
             self._owned.clear()
         try:
@@ -326,9 +356,10 @@ class Writer:
             write_atomic(target, data)
             self._unwritten.pop(target, None)
             return True
-        except OSError as error:
+        except (OSError, ValueError) as error:  # ValueError: no file can have this name
+            why = getattr(error, "strerror", None) or error
             self._name_once(
-                f"cannot write below {target.parent}: {error.strerror or error}; will try again"
+                f"cannot write below {target.parent}: {why}; will try again", key=f"write: {why}"
             )
             self._unwritten[target] = data
             self._unwritten.move_to_end(target)
@@ -337,12 +368,15 @@ class Writer:
                 self._lose("file lost: it could not be written (see the log)")
             return False
 
-    def _retry_unwritten(self) -> None:
+    def _retry_unwritten(self, *, all_of_them: bool = False) -> None:
         for target, data in list(self._unwritten.items()):
             try:
                 target.parent.mkdir(parents=True, exist_ok=True)
                 write_atomic(target, data)
-            except OSError:
+            except (OSError, ValueError):
+                if all_of_them:
+                    continue
+                self._unwritten.move_to_end(target)  # this one may never work: others first
                 return
             del self._unwritten[target]
 
@@ -350,9 +384,10 @@ class Writer:
         self._lost[cause] = self._lost.get(cause, 0) + 1
         self._name_once(cause)
 
-    def _name_once(self, message: str) -> None:
-        if message not in self._lost_named:
-            self._lost_named.add(message)
+    def _name_once(self, message: str, key: str | None = None) -> None:
+        key = key or message
+        if key not in self._lost_named:
+            self._lost_named.add(key)
             _log.warning("%s", message)
 
     @property
