@@ -131,18 +131,17 @@ def _forward(recorder: Recorder, seam: str, original: Any, gate: Gate) -> Any:
             guard.failed(seam)
         if layer is None:  # inner seams may speak
             return original(self, *args, **kwargs)
-        outer, state.claimed = state.claimed, layer
-        state.claims += 1
         try:
-            out = original(self, *args, **kwargs)
-        except stopped:
-            state.claims -= 1
-            record(self, layer, args, kwargs)
+            outer, state.claimed = state.claimed, layer
             state.claims += 1
+            try:
+                out = original(self, *args, **kwargs)
+            finally:
+                state.claims -= 1
+                state.claimed = outer
+        except stopped:
+            record(self, layer, args, kwargs)
             raise
-        finally:
-            state.claims -= 1
-            state.claimed = outer
         record(self, layer, args, kwargs)
         return out
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from rl_insight_hooks import guard
 from rl_insight_hooks.compiled import is_compiling
-from rl_insight_hooks.group_list import COUNTS, CUMULATIVE
+from rl_insight_hooks.group_list import COUNTS, CUMULATIVE, WEIGHT_GROUP_TYPE
 from rl_insight_hooks.patching import Gate, is_ours
 from rl_insight_hooks.state import STATE
 
@@ -38,7 +38,6 @@ _EXTENSIONS = {
     "grouped_matmul": CUMULATIVE,
     "grouped_matmul_v2": COUNTS,
 }  # builder's name -> default
-_DW = 2  # group_type of a weight gradient
 
 
 def install(ctx: Context) -> None:
@@ -180,7 +179,7 @@ def _backward(recorder: Recorder, seam: str, default_type: int, args: tuple[Any,
     grad, x, weight, group_list = args[:4]
     list_type = _type(args, 4, default_type)
     _dx(recorder, seam, list_type, group_list, grad, weight)
-    recorder.on_group_list(seam, group_list, list_type, _DW, x, grad, depth=3)
+    recorder.on_group_list(seam, group_list, list_type, WEIGHT_GROUP_TYPE, x, grad, depth=3)
 
 
 def _backward_fusion(

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from rl_insight_hooks import compiled, guard
 from rl_insight_hooks.compiled import is_compiling
-from rl_insight_hooks.group_list import COUNTS, CUMULATIVE
+from rl_insight_hooks.group_list import COUNTS, CUMULATIVE, WEIGHT_GROUP_TYPE
 from rl_insight_hooks.patching import Gate
 from rl_insight_hooks.state import STATE
 
@@ -56,7 +56,6 @@ class _Seam:
 
 
 _WEIGHT_NAMES = ("weight", "quantized_weight", "w")
-_DW = 2  # group_type of a weight gradient
 
 
 # npu_grouped_matmul itself takes group_list by keyword only and has a closure of its own.
@@ -77,7 +76,13 @@ _OTHER_OPS = {
     ),
     # a weight gradient, added to what is there
     **{
-        name: _Seam(name, x_at=1, group_list_at=3, group_list_type=CUMULATIVE, group_type=_DW)
+        name: _Seam(
+            name,
+            x_at=1,
+            group_list_at=3,
+            group_list_type=CUMULATIVE,
+            group_type=WEIGHT_GROUP_TYPE,
+        )
         for name in ("npu_grouped_matmul_add", "npu_grouped_matmul_add_")
     },
 }

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from rl_insight_hooks.group_list import WEIGHT_GROUP_TYPE
 from rl_insight_hooks.state import STATE
 
 try:  # torch may be absent, or older than torch.compiler
@@ -35,7 +36,7 @@ __all__ = ["is_compiling", "on_group_list"]
 
 def on_group_list(group_list: Any, group_list_type: int, group_type: int | None) -> None:
     """Add the counts of the watched layer under way, once a pass. Traced by Dynamo, never run as such."""
-    if group_type == 2 or STATE.claims or is_exporting():
+    if group_type == WEIGHT_GROUP_TYPE or STATE.claims or is_exporting():
         return  # an exported program is the host's to keep: nothing of ours goes into it
     layer = STATE.layer
     if layer is None:

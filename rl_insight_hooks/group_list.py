@@ -25,6 +25,8 @@ CUMULATIVE = 0
 COUNTS = 1
 SPARSE_PAIRS = 2
 
+WEIGHT_GROUP_TYPE = 2  # group_type of a weight gradient (K axis); 0 is forward and dX (M axis)
+
 IntArray = npt.NDArray[np.int64]
 
 

@@ -19,7 +19,7 @@ from rl_insight_hooks.counters import (
     PendingReading,
     Slot,
 )
-from rl_insight_hooks.group_list import COUNTS, CUMULATIVE, SPARSE_PAIRS
+from rl_insight_hooks.group_list import COUNTS, CUMULATIVE, SPARSE_PAIRS, WEIGHT_GROUP_TYPE
 from rl_insight_hooks.layers import (
     Layer,
     LayerRef,
@@ -43,8 +43,6 @@ if TYPE_CHECKING:
 # Attribute on a group_list tensor: serial of the layer that used it in forward. Backward gets the same object.
 # An int, since a host may pickle the tensor: nothing of ours must be needed to load it.
 _LAYER_TAG = "_rl_insight_layer"
-
-_WEIGHT_GROUP_TYPE = 2  # group_type of a dW call (K axis); 0 is forward and dX (M axis)
 
 _FORM_OF_TYPE = {CUMULATIVE: FORM_CUMULATIVE, COUNTS: FORM_COUNTS, SPARSE_PAIRS: FORM_COUNTS}
 
@@ -146,7 +144,7 @@ class Recorder:
                 # its gradients come without a claim
                 setattr(group_list, _LAYER_TAG, state.claimed.serial)
             return
-        if group_type == _WEIGHT_GROUP_TYPE:
+        if group_type == WEIGHT_GROUP_TYPE:
             self._on_dw(seam, group_list, group_list_type)
             return
         if self._graph_task_id() != -1:

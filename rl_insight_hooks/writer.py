@@ -91,7 +91,7 @@ class Writer:
         self._num_queued = 0
         self._queued_bytes = 0
         self._lost: dict[str, int] = {}
-        self._lost_named: set[str] = set()
+        self._named: set[str] = set()  # what was logged: once each
         self._gathered: dict[tuple[str, str], RoleStep] = {}  # the last one of a path and role
         self._open: dict[tuple[str, str, int | None], RoleStep] = {}  # of regions that go on
         self._numbers: dict[str, LayerNumbers] = {}
@@ -102,7 +102,6 @@ class Writer:
         self._unwritten: OrderedDict[Path, bytes] = OrderedDict()
         self._summaries: dict[str, tuple[int | None, dict[str, float]]] = {}
         self._swept: set[str] = set()
-        self._said: set[str] = set()
         self._started_unix_s = time.time()
         self.writer_id = f"{platform.node()}-{os.getpid()}-{int(self._started_unix_s * 1000)}"
         self._made_run_id = f"{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{os.getpid()}"
@@ -126,13 +125,11 @@ class Writer:
             return True
         if self._thread is None and self._queue.empty():
             return True
+        barrier = _Barrier(threading.Event())
+        self._queue.put(barrier)
         if not self._ensure_thread():
             while not self._queue.empty():
                 self._handle(self._queue.get_nowait())
-            self._retry_unwritten(all_of_them=True)
-            return True
-        barrier = _Barrier(threading.Event())
-        self._queue.put(barrier)
         return barrier.done.wait(timeout_s)
 
     def summary(self, step: int | None = None) -> dict[str, float]:
@@ -194,9 +191,10 @@ class Writer:
                 "the ranks of an expert-tensor-parallel group hold the same counts: its first alone writes"
             )
             if result.place.replica_rank and not (gathered.failed or gathered.dropped):
-                self._say_once(
+                self._name_once(
                     f"rank {result.place.rank} writes no loads: it holds the counts of the first rank of its "
-                    "expert-tensor-parallel group (replicas: all makes every rank write)"
+                    "expert-tensor-parallel group (replicas: all makes every rank write)",
+                    level=logging.INFO,
                 )
                 return
         if config.collects and (
@@ -215,11 +213,6 @@ class Writer:
         if self._write(target, encode_load_file(load_file)):
             self._pack(result, target)
         self._summaries[result.role] = (load_file.step, loadstats.summary(load_file))
-
-    def _say_once(self, text: str) -> None:
-        if text not in self._said:
-            self._said.add(text)
-            _log.info("%s", text)
 
     def _gather(self, result: RegionResult, readings: list[SlotReading]) -> RoleStep:
         key = (result.path, result.role)
@@ -384,11 +377,13 @@ class Writer:
         self._lost[cause] = self._lost.get(cause, 0) + 1
         self._name_once(cause)
 
-    def _name_once(self, message: str, key: str | None = None) -> None:
+    def _name_once(
+        self, message: str, *, key: str | None = None, level: int = logging.WARNING
+    ) -> None:
         key = key or message
-        if key not in self._lost_named:
-            self._lost_named.add(key)
-            _log.warning("%s", message)
+        if key not in self._named:
+            self._named.add(key)
+            _log.log(level, "%s", message)
 
     @property
     def num_unwritten(self) -> int:

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 import torch
 
-from rl_insight_hooks.group_list import counts_of
+from rl_insight_hooks.group_list import WEIGHT_GROUP_TYPE, counts_of
 
 Tensors = Sequence[torch.Tensor]
 
@@ -49,7 +49,7 @@ def grouped_matmul(
     """
     if group_type not in (None, -1, 0, 2):
         raise ValueError(f"group_type {group_type} is not supported; use -1, 0 or 2")
-    if group_type == 2:
+    if group_type == WEIGHT_GROUP_TYPE:
         outs = _along_k(x, weight, group_list, group_list_type)
         return [torch.stack(outs)] if split_item in (2, 3) else outs
     if group_list is None or group_type == -1:
@@ -113,7 +113,7 @@ def grouped_matmul_shapes(
     group_type: int | None,
 ) -> list[torch.Tensor]:
     """Return empty outputs of the right shapes: the operator on meta and fake tensors."""
-    if group_type == 2:
+    if group_type == WEIGHT_GROUP_TYPE:
         num_experts = group_list_len or 0
         stacked = x[0].new_empty(num_experts, x[0].shape[0], weight[0].shape[-1])
         return [stacked] if split_item in (2, 3) else list(stacked.unbind(0))

@@ -124,9 +124,7 @@ def build(
     table = table.take(order)
     counts_RC = table.counts_NE.astype(np.float64)
     columns = np.arange(table.num_experts)
-    held_RC = (columns >= table.first_N[:, None]) & (
-        columns < (table.first_N + table.held_N)[:, None]
-    )
+    held_RC = table.is_held
     counts_RC[~held_RC] = np.nan
     used = held_RC.any(0)
     counts_RC, columns = counts_RC[:, used], columns[used]

@@ -88,6 +88,16 @@ class LoadTable:
         """Number of columns E."""
         return int(self.counts_NE.shape[1])
 
+    @property
+    def is_held(self) -> npt.NDArray[np.bool_]:
+        """Which experts the rank of each row holds, bool [N, E]."""
+        columns = np.arange(self.num_experts)
+        end_N = self.first_N + self.held_N
+        held: npt.NDArray[np.bool_] = (columns >= self.first_N[:, None]) & (
+            columns < end_N[:, None]
+        )
+        return held
+
     def take(self, rows: npt.NDArray[np.bool_] | IntArray) -> LoadTable:
         """Return the table of the given rows (bool mask [N], or row numbers)."""
         columns: dict[str, Any] = {

@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rl_insight_hooks import group_list as group_lists
+from rl_insight_hooks.group_list import WEIGHT_GROUP_TYPE
 from rl_insight_hooks.report.load.context import SEVERITY_WARNING, ReadContext, read_bytes
 from rl_insight_hooks.report.load.sniff import DumpDir
 from rl_insight_hooks.report.load.torch_zip import TensorReader, TorchFileError
@@ -32,7 +33,6 @@ _CALL_NAME = re.compile(
     r"^(?:[A-Za-z]+\.)+?(npu_grouped_matmul\w*|npu_gmm\w*)\.(\d{1,15})\.forward"
 )
 _LAST_NUMBER = re.compile(r"(\d+)(?!.*\d)")
-_GROUP_TYPE_DW = 2
 _USUAL_BYTES = 8192  # a group_list of up to 500 experts or so
 _FRAME = re.compile(r"^File (?P<file>.*?), line (?P<line>\d+), in (?P<function>[^,]+)")
 
@@ -244,7 +244,7 @@ class CallReader:
             if info is None:
                 unlisted += 1
                 info = _Info(group_list_type=_guess_type(raw))
-            calls.is_dw_c[number] = info.group_type == _GROUP_TYPE_DW
+            calls.is_dw_c[number] = info.group_type == WEIGHT_GROUP_TYPE
             calls.x_shape_c[number] = info.x_shape
             calls.weight_shape_c[number] = info.weight_shape
             calls.in_width_c[number], calls.out_width_c[number] = _widths(info)

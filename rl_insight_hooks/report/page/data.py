@@ -58,7 +58,7 @@ def build(
     notes = list(finding_lines(merged.problems, merged.assumptions))
     if len(notes) > _MAX_FINDINGS:
         notes = [*notes[:_MAX_FINDINGS], f"{len(notes) - _MAX_FINDINGS} more: see `check`"]
-    single = _single_ranks(table)
+    single = table.take(table.rank_N != ALL_RANKS)
     num_cells = int(single.held_N.sum())
     if num_cells > MAX_RANK_CELLS:
         notes.insert(
@@ -70,7 +70,7 @@ def build(
     parts = (merged, single)
     layers = np.unique(merged.layer_N)
     steps = np.unique(merged.step_N)
-    held = np.concatenate([_held(part) for part in parts])
+    held = np.concatenate([part.counts_NE[part.is_held] for part in parts])
     if held.size and int(held.max()) > _MAX_EXACT:
         notes.insert(0, "counts above 2^53 are rounded by the browser")
     num_planes = max(1, -(-int(held.max(initial=0)).bit_length() // 8))
@@ -107,15 +107,15 @@ def build(
             for role in summary.roles
         ],
         "notes": notes,
-        "devices": _devices(devices, summary.roles, merged),
+        "devices": _devices(devices),
         "rows": {
             "step": _indexed(parts, "step_N", steps),
-            "role": _column(parts, "role_N"),
-            "rank": _column(parts, "rank_N"),
+            "role": _column(parts, "role_N").tolist(),
+            "rank": _column(parts, "rank_N").tolist(),
             "layer": _indexed(parts, "layer_N", layers),
-            "phase": _column(parts, "phase_N"),
-            "first": _column(parts, "first_N"),
-            "held": _column(parts, "held_N"),
+            "phase": _column(parts, "phase_N").tolist(),
+            "first": _column(parts, "first_N").tolist(),
+            "held": _column(parts, "held_N").tolist(),
         },
         "num_cells": int(held.size),
         "num_planes": num_planes,
@@ -136,32 +136,17 @@ def devices_of_ranks(table: LoadTable) -> int | None:
     return int(table.num_experts // held[0])
 
 
-def _single_ranks(table: LoadTable) -> LoadTable:
-    return table.take(table.rank_N != ALL_RANKS)
-
-
-def _held(table: LoadTable) -> IntArray:
-    """Return the held counts of all rows, one row after another [H]."""
-    columns = np.arange(table.num_experts)
-    held_NE = (columns >= table.first_N[:, None]) & (
-        columns < (table.first_N + table.held_N)[:, None]
-    )
-    result: IntArray = table.counts_NE[held_NE]
-    return result
-
-
-def _column(parts: tuple[LoadTable, ...], name: str) -> list[int]:
-    values: list[int] = np.concatenate([getattr(part, name) for part in parts]).tolist()
+def _column(parts: tuple[LoadTable, ...], name: str) -> IntArray:
+    values: IntArray = np.concatenate([getattr(part, name) for part in parts])
     return values
 
 
 def _indexed(parts: tuple[LoadTable, ...], name: str, known: IntArray) -> list[int]:
-    values = np.concatenate([getattr(part, name) for part in parts])
-    indices: list[int] = np.searchsorted(known, values).tolist()
+    indices: list[int] = np.searchsorted(known, _column(parts, name)).tolist()
     return indices
 
 
-def _devices(devices: Devices, roles: list[Any], merged: LoadTable) -> dict[str, Any] | None:
+def _devices(devices: Devices) -> dict[str, Any] | None:
     if devices.placement is not None:
         return {
             "num": int(devices.placement.per_device.shape[1]),

@@ -36,10 +36,8 @@ def render(page: PageData) -> bytes:
     }
     out = _asset("page.html")
     pieces = []
-    for (
-        name,
-        text,
-    ) in parts.items():  # in the order of the template; what was put in is not looked at again
+    # in the order of the template; what was put in is not looked at again
+    for name, text in parts.items():
         before, mark, out = out.partition("{{" + name + "}}")
         if not mark:
             raise AssertionError(f"page.html has no {name} after the parts before it")

@@ -508,3 +508,18 @@ def test_roles_with_odd_names_are_written_and_read_by_their_names(rih, npu, tmp_
             layer_pass([1, 2])
     rih.flush()
     assert set(load(tmp_path).roles) == set(roles)
+
+
+def test_flush_writes_itself_where_no_thread_can_start(rih, npu, tmp_path, monkeypatch):
+    """As at interpreter exit since Python 3.12."""
+    import threading
+
+    def refuse(self):
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with rih.record(tmp_path, step=1, role="r"):
+        layer_pass([1, 2])
+    assert rih.flush()
+    (file,) = every_load_file(tmp_path)
+    assert [record.counts for record in file.records] == [[1, 2]]
