@@ -11,7 +11,9 @@ import typer
 from rl_insight_hooks.report.commands.options import (
     EpSize,
     GmmPerLayer,
+    Layer,
     NumMoeLayers,
+    Rank,
     Strict,
 )
 
@@ -30,8 +32,8 @@ def compare(
         str | None, typer.Option("--steps", help="Two steps a,b of A (one role).")
     ] = None,
     step: Annotated[str | None, typer.Option("--step", help="Steps of both sides: 1,3-7.")] = None,
-    rank: Annotated[str | None, typer.Option("--rank", help="Ranks: 0,1 or all.")] = None,
-    layer: Annotated[str | None, typer.Option("--layer", help="Layers: 0,3-7.")] = None,
+    rank: Rank = None,
+    layer: Layer = None,
     layers_shown: Annotated[
         int, typer.Option("--layers-shown", help="Layers printed; 0: all.", min=0)
     ] = 10,

@@ -13,7 +13,11 @@ from rl_insight_hooks.report.commands.options import (
     EpSize,
     GmmPerLayer,
     Jobs,
+    Layer,
     NumMoeLayers,
+    Rank,
+    Role,
+    Step,
     Strict,
 )
 
@@ -32,10 +36,10 @@ def export(
         str | None,
         typer.Option("--format", help="csv, json, parquet or msprobe; else from the name."),
     ] = None,
-    step: Annotated[str | None, typer.Option("--step", help="Steps: 1,3-7.")] = None,
-    role: Annotated[str | None, typer.Option("--role", help="Roles: a,b.")] = None,
-    rank: Annotated[str | None, typer.Option("--rank", help="Ranks: 0,1 or all.")] = None,
-    layer: Annotated[str | None, typer.Option("--layer", help="Layers: 0,3-7.")] = None,
+    step: Step = None,
+    role: Role = None,
+    rank: Rank = None,
+    layer: Layer = None,
     phase: Annotated[str | None, typer.Option("--phase", help="Phases: forward,...")] = None,
     merge: Annotated[
         bool, typer.Option("--merge-ranks", help="Add up over ranks to global expert ids.")

@@ -13,7 +13,10 @@ from rl_insight_hooks.report.commands.options import (
     EpSize,
     GmmPerLayer,
     Jobs,
+    Layer,
     NumMoeLayers,
+    Role,
+    Step,
     Strict,
 )
 
@@ -26,15 +29,15 @@ def heatmap(
             "--output", "-o", help="f.png, f.svg, f.pdf, or a folder for gmm_heatmap.png."
         ),
     ] = Path("gmm_heatmap.png"),
-    step: Annotated[str | None, typer.Option("--step", help="Steps: 1,3-7.")] = None,
-    role: Annotated[str | None, typer.Option("--role", help="Roles: a,b.")] = None,
+    step: Step = None,
+    role: Role = None,
     rank: Annotated[
         str | None,
         typer.Option(
             "--rank", help="0,1 or all: a block for each rank; without it ranks are merged."
         ),
     ] = None,
-    layer: Annotated[str | None, typer.Option("--layer", help="Layers: 0,3-7.")] = None,
+    layer: Layer = None,
     phase: Annotated[
         str | None,
         typer.Option("--phase", help="Phases; default: forward (what speaks for a role)."),

@@ -11,10 +11,14 @@ import typer
 from rl_insight_hooks.report.commands.options import (
     Data,
     EpSizeJudged,
+    ExpertMap,
     GmmPerLayer,
     Jobs,
+    Layer,
     NumDevices,
     NumMoeLayers,
+    Role,
+    Step,
     Strict,
 )
 
@@ -25,22 +29,20 @@ def html(
         Path,
         typer.Option("--output", "-o", help="page.html, or a folder for moe_load.html."),
     ] = Path("moe_load.html"),
-    step: Annotated[str | None, typer.Option("--step", help="Steps: 1,3-7.")] = None,
-    role: Annotated[str | None, typer.Option("--role", help="Roles: a,b.")] = None,
+    step: Step = None,
+    role: Role = None,
     rank: Annotated[
         str | None,
         typer.Option("--rank", help="Ranks: 0,1 or all; default: all while they are few."),
     ] = None,
-    layer: Annotated[str | None, typer.Option("--layer", help="Layers: 0,3-7.")] = None,
+    layer: Layer = None,
     phase: Annotated[
         str | None,
         typer.Option("--phase", help="Phases; default: forward (what speaks for a role)."),
     ] = None,
     ep_size: EpSizeJudged = None,
     num_devices: NumDevices = None,
-    placement: Annotated[
-        Path | None, typer.Option("--map", help="An expert map: judge the devices under it.")
-    ] = None,
+    placement: ExpertMap = None,
     title: Annotated[str | None, typer.Option("--title", help="Heading of the page.")] = None,
     aggregate: Annotated[
         str, typer.Option("--aggregate", help="Over merged ranks: auto, sum, max or one-rank.")

@@ -12,6 +12,13 @@ Data = Annotated[
     list[Path],
     typer.Argument(help="Files or folders; formats are recognised.", metavar="DATA..."),
 ]
+Step = Annotated[str | None, typer.Option("--step", help="Steps: 1,3-7.")]
+Role = Annotated[str | None, typer.Option("--role", help="Roles: a,b.")]
+Rank = Annotated[str | None, typer.Option("--rank", help="Ranks: 0,1 or all.")]
+Layer = Annotated[str | None, typer.Option("--layer", help="Layers: 0,3-7.")]
+ExpertMap = Annotated[
+    Path | None, typer.Option("--map", help="An expert map: judge the devices under it.")
+]
 Strict = Annotated[
     bool, typer.Option("--strict", help="Stop at the first file that cannot be read.")
 ]

@@ -12,7 +12,10 @@ from rl_insight_hooks.report.commands.options import (
     EpSize,
     GmmPerLayer,
     Jobs,
+    Layer,
     NumMoeLayers,
+    Rank,
+    Step,
     Strict,
 )
 
@@ -112,12 +115,12 @@ def rebalance(
         int | None,
         typer.Option("--num-hidden-layers", help="sglang: decoder layers of the model."),
     ] = None,
-    step: Annotated[str | None, typer.Option("--step", help="Steps: 1,3-7.")] = None,
+    step: Step = None,
     role: Annotated[
         str | None, typer.Option("--role", help="Role to plan for; a,b adds them up.")
     ] = None,
-    rank: Annotated[str | None, typer.Option("--rank", help="Ranks: 0,1 or all.")] = None,
-    layer: Annotated[str | None, typer.Option("--layer", help="Layers: 0,3-7.")] = None,
+    rank: Rank = None,
+    layer: Layer = None,
     phase: Annotated[str | None, typer.Option("--phase", help="Phase: forward, ...")] = None,
     aggregate: Annotated[
         str, typer.Option("--aggregate", help="Over ranks: auto, sum, max or one-rank.")

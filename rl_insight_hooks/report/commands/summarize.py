@@ -8,6 +8,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from rl_insight_hooks.report.commands.options import (
+    Layer,
+    Rank,
+    Role,
+    Step,
+)
+
 if TYPE_CHECKING:
     from rl_insight_hooks.report.collect.fold import Folded
     from rl_insight_hooks.report.summary import Summary
@@ -19,10 +26,10 @@ def summarize(
         str,
         typer.Option("--ray", metavar="[ADDRESS]", help="The running Ray cluster."),
     ] = "auto",
-    step: Annotated[str | None, typer.Option("--step", help="Steps: 1,3-7.")] = None,
-    role: Annotated[str | None, typer.Option("--role", help="Roles: a,b.")] = None,
-    rank: Annotated[str | None, typer.Option("--rank", help="Ranks: 0,1 or all.")] = None,
-    layer: Annotated[str | None, typer.Option("--layer", help="Layers: 0,3-7.")] = None,
+    step: Step = None,
+    role: Role = None,
+    rank: Rank = None,
+    layer: Layer = None,
     phase: Annotated[str | None, typer.Option("--phase", help="Phases: forward,...")] = None,
     aggregate: Annotated[
         str, typer.Option("--aggregate", help="auto (replicas once), sum or max.")

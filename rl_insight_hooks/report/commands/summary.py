@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -11,26 +10,29 @@ import typer
 from rl_insight_hooks.report.commands.options import (
     Data,
     EpSizeJudged,
+    ExpertMap,
     GmmPerLayer,
     Jobs,
+    Layer,
     NumDevices,
     NumMoeLayers,
+    Rank,
+    Role,
+    Step,
     Strict,
 )
 
 
 def summary(
     data: Data,
-    step: Annotated[str | None, typer.Option("--step", help="Steps: 1,3-7.")] = None,
-    role: Annotated[str | None, typer.Option("--role", help="Roles: a,b.")] = None,
-    rank: Annotated[str | None, typer.Option("--rank", help="Ranks: 0,1 or all.")] = None,
-    layer: Annotated[str | None, typer.Option("--layer", help="Layers: 0,3-7.")] = None,
+    step: Step = None,
+    role: Role = None,
+    rank: Rank = None,
+    layer: Layer = None,
     phase: Annotated[str | None, typer.Option("--phase", help="Phases: forward,...")] = None,
     ep_size: EpSizeJudged = None,
     num_devices: NumDevices = None,
-    placement: Annotated[
-        Path | None, typer.Option("--map", help="An expert map: judge the devices under it.")
-    ] = None,
+    placement: ExpertMap = None,
     fail_above: Annotated[
         list[str] | None,
         typer.Option(
