@@ -58,8 +58,8 @@ def unit(session: nox.Session) -> None:
     """Everything that needs torch at most."""
     session.install(TORCH)
     install_package(session)
-    session.install(*TEST_DEPS, "pyarrow", "safetensors", "prometheus-client", "tensorboard")
-    session.install("plotly>=5.18")
+    extras = ("pyarrow", "safetensors", "prometheus-client", "tensorboard", "plotly>=5.18")
+    session.install(*TEST_DEPS, *extras)
     session.run("pytest", *session.posargs)
 
 

@@ -3,24 +3,16 @@
 
 from __future__ import annotations
 
+import functools
 import json
-import subprocess
-import sys
 
 import pytest
+from doctor_run import run_doctor
 
 
 @pytest.fixture
 def doctor(npu_env, tmp_path):
-    def run(*args):
-        command = [sys.executable, "-m", "rl_insight_hooks.report.main", "doctor", *args]
-        done = subprocess.run(
-            command, env=npu_env, capture_output=True, text=True, timeout=240, cwd=tmp_path
-        )
-        assert done.returncode == 0, done.stderr[-4000:]
-        return done.stdout
-
-    return run
+    return functools.partial(run_doctor, npu_env, tmp_path)
 
 
 def test_with_verl(doctor):

@@ -8,41 +8,18 @@ communication method (it keeps the ids it is handed), and for 0.11 an empty ``to
 
 from __future__ import annotations
 
-import importlib.abc
-import importlib.machinery
 import json
 import pathlib
 import sys
 import types
 from collections import Counter
 
+from empty_torchair import EmptyTorchair
+
 NUM_EXPERTS, TOP_K = 8, 2
 NAME = "model.layers.3.mlp.experts"
 OUT = pathlib.Path(sys.argv[1])
 OLD = sys.argv[2] == "0.11.0"
-
-
-class EmptyTorchair(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """``torchair`` and everything below it: modules in which each name is an empty class."""
-
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] != "torchair":
-            return None
-        return importlib.machinery.ModuleSpec(name, self, is_package=True)
-
-    def create_module(self, spec):
-        module = types.ModuleType(spec.name)
-        module.__getattr__ = self.name_of
-        return module
-
-    @staticmethod
-    def name_of(name):
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return type(name, (), {})
-
-    def exec_module(self, module):
-        pass
 
 
 if OLD:

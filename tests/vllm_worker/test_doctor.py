@@ -3,26 +3,18 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
-import subprocess
-import sys
 from importlib.metadata import version
 
 import pytest
+from doctor_run import run_doctor
 
 
 @pytest.fixture
 def doctor(tmp_path, npu_env):
-    def run(*args):
-        command = [sys.executable, "-m", "rl_insight_hooks.report.main", "doctor", *args]
-        done = subprocess.run(
-            command, env=npu_env, capture_output=True, text=True, timeout=240, cwd=tmp_path
-        )
-        assert done.returncode == 0, done.stderr[-4000:]
-        return done.stdout
-
-    return run
+    return functools.partial(run_doctor, npu_env, tmp_path)
 
 
 def test_with_vllm_ascend(doctor):
