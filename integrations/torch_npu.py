@@ -146,6 +146,10 @@ def _grouped_matmul(recorder: Recorder, original: Any, gate: Gate) -> Any:
                     kwargs.get("group_type"),
                 )
                 return out
+            counted = state.counted
+            if counted is not None and kwargs.get("group_type") != WEIGHT_GROUP_TYPE:
+                counted.num_calls += 1  # a later call of a watched layer's pass
+                return out
             try:
                 caller = sys._getframe().f_back  # None: called by C code
                 if caller is not None and caller.f_code.co_filename.startswith(_DYNAMO_CODE):

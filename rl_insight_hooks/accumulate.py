@@ -134,8 +134,9 @@ def _decode(reading: SlotReading) -> tuple[IntArray, int, dict[str, int]]:
         return counts_from_cumulative(values), 0, {}
     if slot.form == FORM_IDS:
         num_experts = slot.num_experts
-        masked = {"padding_ids": int(values[0]), "masked_ids": int(values[-1])}
-        others = int(values[1 + num_experts : -1].sum())
+        values, masked_values = np.split(values, 2)
+        masked = {"padding_ids": int(values[0]), "masked_ids": int(masked_values.sum())}
+        others = int(values[1 + num_experts :].sum())
         return values[1 : 1 + num_experts], others, {cause: n for cause, n in masked.items() if n}
     return values, 0, {}
 

@@ -9,7 +9,7 @@ is ever rebound.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,7 +27,22 @@ ROWS_PER_CHUNK = 64
 # What the numbers of a row mean until the drain turns them into tokens per expert.
 FORM_COUNTS = "counts"  # [E] tokens per expert
 FORM_CUMULATIVE = "cumulative"  # [E] sums of cumulative lists
-FORM_IDS = "ids"  # [1 + E + extra + 1]: ids below 0, experts, ids >= E one by one and the rest, masked rows
+# [2 * (1 + E + extra)]: ids below 0, experts, ids >= E one by one and the rest; then the same of masked rows
+FORM_IDS = "ids"
+
+
+@dataclass(slots=True, eq=False)
+class IdBins:
+    """Constants of a row of routed ids, on its device, made before any graph is captured.
+
+    The bin of id ``i`` is ``i + 1`` in a valid token's row, ``i + 1 + num_bins`` in a masked one.
+    """
+
+    num_bins: int  # of either kind
+    one: torch.Tensor  # [1] int64
+    first_masked: torch.Tensor  # [1] int64: num_bins + 1
+    flags: torch.Tensor | None = None  # [T * top_k] int64: the enabled flags, as of the last call
+    num_flags: int = -1
 
 
 @dataclass(slots=True, eq=False)
@@ -48,10 +63,16 @@ class Slot:
     row: int
     id_space: str | None = None
     draft: bool = False
+    id_bins: IdBins | None = None  # of FORM_IDS
+    shape: torch.Size = field(init=False)  # of buf; at hand for the hot path
+    is_cpu: bool = field(init=False)
     num_calls: int = 0
     num_passes: int = 0
     num_rows: int = 0
     num_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        self.shape, self.is_cpu = self.buf.shape, self.buf.is_cpu
 
 
 @dataclass(slots=True)

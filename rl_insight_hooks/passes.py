@@ -64,7 +64,8 @@ class PassTracker:
             weight: first weight [..., K, N].
             gmm_per_layer: calls of one pass, 0 when unknown.
         """
-        in_width, out_width, num_rows = x.shape[-1], weight.shape[-1], x.shape[0]
+        shape = x.shape
+        in_width, out_width, num_rows = shape[-1], weight.shape[-1], shape[0]
         if gmm_per_layer:
             begins = not 0 < self._num_calls < gmm_per_layer
         elif num_rows != self._num_rows:

@@ -16,6 +16,7 @@ from rl_insight_hooks.counters import (
     FORM_CUMULATIVE,
     FORM_IDS,
     CounterPool,
+    IdBins,
     PendingReading,
     Slot,
 )
@@ -44,6 +45,8 @@ if TYPE_CHECKING:
 # An int, since a host may pickle the tensor: nothing of ours must be needed to load it.
 _LAYER_TAG = "_rl_insight_layer"
 
+_NUM_FLAGS = 32_768  # ids of one call whose flags need no copy
+
 _FORM_OF_TYPE = {CUMULATIVE: FORM_CUMULATIVE, COUNTS: FORM_COUNTS, SPARSE_PAIRS: FORM_COUNTS}
 
 
@@ -70,7 +73,7 @@ class Recorder:
         self._order = 0
         self._backward_seen = False
         self._graph_task_id: Callable[[], int] = self._find_graph_task_id
-        self._enabled_flags: dict[Any, torch.Tensor] = {}
+        self._enabled_flags: dict[torch.device, torch.Tensor] = {}
 
     def _find_graph_task_id(self) -> int:
         """First call: find the function that is >= 0 inside the autograd engine and -1 outside.
@@ -150,7 +153,7 @@ class Recorder:
         if self._graph_task_id() != -1:
             self._on_in_engine(seam, group_list, group_list_type, x, weight, depth + 1)
             return
-        layer = state.layer
+        layer = watched = state.layer
         tracker = self._forward
         if layer is not None:
             if not state.armed:
@@ -173,9 +176,8 @@ class Recorder:
             or type(group_list) is list
             or group_list is None
             or slot.form is not _FORM_OF_TYPE.get(group_list_type)
-            or group_list.dim() != 1
-            or group_list.shape[0] != slot.num_experts
-            or group_list.is_cpu != slot.buf.is_cpu
+            or group_list.shape != slot.shape
+            or group_list.is_cpu != slot.is_cpu
         ):
             slot = self._add_any(layer, phase, seam, group_list, group_list_type, x, weight)
             layer.forward_slot = slot
@@ -184,10 +186,13 @@ class Recorder:
             slot.num_calls += 1
             slot.num_passes += 1
             slot.num_rows += x[0].shape[0]
-        if slot is not None and state.layer is not None:
-            slot.num_tokens += state.num_tokens
         tracker.slot = slot
-        if slot is not None and group_list is not None and type(group_list) is not list:
+        if slot is None:
+            return
+        if watched is not None:
+            state.counted = slot
+            slot.num_tokens += state.num_tokens
+        if group_list is not None and type(group_list) is not list:
             setattr(group_list, _LAYER_TAG, layer.serial)
             if self.detail_calls:
                 self._log_call(slot, group_list)
@@ -235,6 +240,8 @@ class Recorder:
         slot = tracker.slot = self._add_any(
             layer, phase, seam, group_list, group_list_type, x, weight
         )
+        if state.layer is not None:
+            state.counted = slot
         if phase is PHASE_RECOMPUTE and group_list is not None and type(group_list) is not list:
             setattr(group_list, _LAYER_TAG, layer.serial)
         if self.detail_calls and slot is not None:
@@ -393,22 +400,22 @@ class Recorder:
 
     # -- routed expert ids -----------------------------------------------------------------------------
 
-    def enabled_flag(self, device: torch.device) -> torch.Tensor:
-        """Return the device scalar (int64, 0 or 1) that gates every id add, in captured graphs too."""
+    def enabled_flags(self, device: torch.device) -> torch.Tensor:
+        """Return the flags [32768] (int64, all 0 or all 1) that gate every id add, in captured graphs too."""
         import torch
 
-        flag = self._enabled_flags.get(device)
-        if flag is None:
+        flags = self._enabled_flags.get(device)
+        if flags is None:
             with torch.inference_mode(False), torch.no_grad():
-                flag = self._enabled_flags[device] = torch.ones(
-                    (), dtype=torch.int64, device=device
+                flags = self._enabled_flags[device] = torch.ones(
+                    _NUM_FLAGS, dtype=torch.int64, device=device
                 )
-        return flag
+        return flags
 
     def set_enabled(self, enabled: bool) -> None:
-        """Open or shut the gate of :meth:`enabled_flag` on every device (in place, stream-ordered)."""
-        for flag in self._enabled_flags.values():
-            flag.fill_(int(enabled))
+        """Open or shut the gate of :meth:`enabled_flags` on every device (in place, stream-ordered)."""
+        for flags in self._enabled_flags.values():
+            flags.fill_(int(enabled))
 
     def ids_slot(
         self,
@@ -422,12 +429,41 @@ class Recorder:
         draft: bool = False,
     ) -> Slot:
         """Return (allocating at first) the slot of routed ids of ``layer``; call it before graph capture."""
-        self.enabled_flag(device)
-        width = 1 + num_experts + num_extra + 1
-        phase = PHASE_FORWARD
-        return self._slot(
-            layer, phase, FORM_IDS, seam, num_experts, width, device, id_space=id_space, draft=draft
+        import torch
+
+        self.enabled_flags(device)
+        num_bins = 1 + num_experts + num_extra
+        slot = self._slot(
+            layer,
+            PHASE_FORWARD,
+            FORM_IDS,
+            seam,
+            num_experts,
+            2 * num_bins,
+            device,
+            id_space=id_space,
+            draft=draft,
         )
+        if slot.id_bins is None:
+            with torch.inference_mode(False), torch.no_grad():
+                one, first_masked = (
+                    torch.full((1,), number, dtype=torch.int64, device=device)
+                    for number in (1, num_bins + 1)
+                )
+            slot.id_bins = IdBins(num_bins, one, first_masked)
+        return slot
+
+    def _flags_of(self, bins: IdBins, device: torch.device, num_ids: int) -> torch.Tensor:
+        """Return the enabled flags of ``num_ids`` ids [num_ids]; remembers them in ``bins``."""
+        import torch
+
+        flags = self._enabled_flags[device]
+        if num_ids > _NUM_FLAGS:  # a copy: not to be kept, it would not follow set_enabled
+            return flags[:1].expand(num_ids).contiguous()
+        flags = flags[:num_ids]
+        if type(flags) is torch.Tensor:  # no fake one of a tracer
+            bins.flags, bins.num_flags = flags, num_ids
+        return flags
 
     def on_expert_ids(
         self,
@@ -444,7 +480,7 @@ class Recorder:
     ) -> None:
         """Record the experts that one fused-MoE call routes its tokens to.
 
-        Device work only: one masked scatter into a preallocated row, gated by :meth:`enabled_flag`.
+        Device work only: one masked scatter into a preallocated row, gated by :meth:`enabled_flags`.
 
         Args:
             seam: name of the hooked method.
@@ -462,12 +498,14 @@ class Recorder:
         if isinstance(layer, LayerRef):
             layer = self.layers.of_ref(layer, owner)
         slot = layer.forward_slot
+        bins = None if slot is None else slot.id_bins
         if (
-            slot is None
+            bins is None
             or slot.seam is not seam
             or slot.num_experts != num_experts
-            or slot.buf.device != ids.device
-            or slot.buf.shape[0] != num_experts + num_extra + 2
+            or slot.id_space != id_space
+            or bins.num_bins != num_experts + num_extra + 1
+            or bins.one.device != ids.device
         ):
             slot = self.ids_slot(
                 seam,
@@ -478,18 +516,17 @@ class Recorder:
                 id_space=id_space,
                 draft=draft,
             )
-            layer.forward_slot = slot
-        masked_bin = num_experts + num_extra + 1
-        index = ids.clamp(-1, masked_bin - 2)  # a copy; + 1 first would overflow int32
-        if index.dtype is not slot.buf.dtype:  # int64
-            index = index.to(slot.buf.dtype)
-        if valid is None:
-            index.add_(1)
-        else:  # id + 1 where valid, else the masked bin; on CPU much faster than masked_fill_
-            index.add_(1 - masked_bin).mul_(valid.unsqueeze(-1)).add_(masked_bin)
-        index = index.reshape(-1)  # ids may be a transposed view
-        # contiguous: on CPU a source of stride 0 costs more than the copy
-        gate = self._enabled_flags[slot.buf.device].expand(index.shape[0]).contiguous()
-        slot.buf.scatter_add_(0, index, gate)
+            layer.forward_slot, bins = slot, slot.id_bins
+            assert bins is not None  # ids_slot made them
+        bin_of_0 = bins.one
+        if valid is not None:
+            bin_of_0 = bins.first_masked.add(valid.unsqueeze(-1), alpha=-bins.num_bins)
+        # clamp first: + 1 could overflow int32. One add shifts, masks and widens to int64.
+        index = ids.clamp(-1, bins.num_bins - 2).add(bin_of_0).reshape(-1)
+        num_ids = index.numel()
+        flags = bins.flags
+        if flags is None or bins.num_flags != num_ids:
+            flags = self._flags_of(bins, ids.device, num_ids)
+        slot.buf.scatter_add_(0, index, flags)
         slot.num_calls += 1
         slot.num_passes += 1

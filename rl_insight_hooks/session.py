@@ -54,7 +54,7 @@ class Region:
         self.num_events = 0
         self.handed_over = False
         self.overwritten: list[str] = []
-        self.saved_layer: tuple[Any, bool, bool] | None = None
+        self.saved_layer: tuple[Any, bool, Any, bool] | None = None
 
 
 class Session:
@@ -107,8 +107,8 @@ class Session:
                 region.overwritten = self.installer.reassert()
                 region.started_unix_s = time.time()
             # a region begun inside a watched layer must not take that layer for its own
-            region.saved_layer = (STATE.layer, STATE.armed, STATE.evaluating)
-            STATE.layer, STATE.armed, STATE.evaluating = None, False, False
+            region.saved_layer = (STATE.layer, STATE.armed, STATE.counted, STATE.evaluating)
+            STATE.layer, STATE.armed, STATE.counted, STATE.evaluating = None, False, None, False
             self.stack.append(region)
             self._activate()
 
@@ -120,7 +120,7 @@ class Session:
             self._drain_active()
             self.stack.remove(region)
             if region.saved_layer is not None:
-                STATE.layer, STATE.armed, STATE.evaluating = region.saved_layer
+                STATE.layer, STATE.armed, STATE.counted, STATE.evaluating = region.saved_layer
             self._activate()
 
     def finish(self, region: Region, error: BaseException | None = None) -> None:

@@ -6,9 +6,12 @@ On an accelerator backward and recompute run on autograd's own threads, where ne
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rl_insight_hooks.layers import Layer, LayerRef
+
+if TYPE_CHECKING:
+    from rl_insight_hooks.counters import Slot
 
 __all__ = ["STATE", "LayerRef", "State"]
 
@@ -24,6 +27,7 @@ class State:
         armed: that layer's pass has not been counted yet.
         evaluating: the module of the pass under way is in eval mode.
         num_tokens: tokens that entered the watched layer under way.
+        counted: the accumulator that pass was counted in, for its later calls; None before and outside.
         compiled_unwatched: a compiled graph called a seam for a layer that nobody watches.
         step: the step set by ``set_step``; None before.
     """
@@ -33,6 +37,7 @@ class State:
         "claimed",
         "claims",
         "compiled_unwatched",
+        "counted",
         "evaluating",
         "layer",
         "num_tokens",
@@ -51,6 +56,7 @@ class State:
         self.claimed: Layer | None = None
         self.layer: Layer | None = None
         self.armed = False
+        self.counted: Slot | None = None
         self.evaluating = False
         self.num_tokens = 0
         self.compiled_unwatched = False

@@ -97,6 +97,7 @@ def _enter_hook(layer: Layer) -> Any:
             return
         state.layer = layer
         state.armed = True
+        state.counted = None
         state.num_tokens = 0
         try:
             state.evaluating = not module.training
@@ -121,6 +122,7 @@ def _num_tokens(args: Any, kwargs: Any) -> int:
 def _leave(module: torch.nn.Module, args: Any, output: Any) -> None:
     STATE.layer = None
     STATE.armed = False
+    STATE.counted = None
     STATE.evaluating = False
 
 

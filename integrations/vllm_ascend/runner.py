@@ -53,7 +53,7 @@ class StepState:
 
     def prepare(self, device: torch.device) -> None:
         """Make what steps fill on ``device``, before any capture; a flag made in a dummy run is shut."""
-        self._recorder.enabled_flag(device)
+        self._recorder.enabled_flags(device)
         if self.dummy:
             self._recorder.set_enabled(False)
         self.real_rows(0, 1, device, capturing=False)

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from tiny_run import counts_by_layer, layer_pass, read
@@ -112,16 +114,12 @@ def test_counts_without_sync(session):
 
 def ids_truth(ids, valid, num_experts, num_extra):
     """The row of on_expert_ids, worked out one id at a time."""
-    row = [0] * (num_experts + num_extra + 2)
+    rows = {True: [0] * (1 + num_experts + num_extra), False: [0] * (1 + num_experts + num_extra)}
     for t, chosen in enumerate(ids):
+        row = rows[valid is None or valid[t]]
         for expert in chosen:
-            if valid is not None and not valid[t]:
-                row[-1] += 1
-            elif expert < 0:
-                row[0] += 1
-            else:
-                row[1 + min(expert, num_experts + num_extra - 1)] += 1
-    return row
+            row[0 if expert < 0 else 1 + min(expert, num_experts + num_extra - 1)] += 1
+    return rows[True] + rows[False]
 
 
 IDS = [[0, 3], [-1, 2], [4, 9], [2, 2], [5, -7], [1, 6]]
@@ -147,7 +145,7 @@ def test_ids_at_the_ends_of_int32(session):
     recorder, ref = session.recorder, LayerRef(0, "a", "module")
     ids = torch.tensor([[2**31 - 1, -(2**31)]], dtype=torch.int32)
     recorder.on_expert_ids("seam", ref, ids, num_experts=2)
-    assert recorder.pool.slots[0].buf.tolist() == [1, 0, 0, 1, 0]
+    assert recorder.pool.slots[0].buf.tolist() == [1, 0, 0, 1] + [0] * 4
 
 
 def test_ids_of_the_host_stay_as_they_are(session):
@@ -161,17 +159,45 @@ def test_ids_of_the_host_stay_as_they_are(session):
 def test_enabled_flag_shuts_and_opens(session):
     recorder, ref = session.recorder, LayerRef(0, "a", "module")
     ids = torch.tensor([[0, 1]])
-    expected = [0, 0, 0, 0, 0]
-    flag = None
+    expected = [0] * 8
+    flags = None
     for enabled in (True, False, True, False):
         recorder.set_enabled(enabled)
         recorder.on_expert_ids("seam", ref, ids, num_experts=2)
-        flag = flag if flag is not None else recorder.enabled_flag(ids.device)
-        # the flag is made by the first call, so it exists from the second round on
-        assert recorder.enabled_flag(ids.device) is flag
+        flags = flags if flags is not None else recorder.enabled_flags(ids.device)
+        # made by the first call, so they exist from the second round on
+        assert recorder.enabled_flags(ids.device) is flags
         expected[1] += int(enabled)
         expected[2] += int(enabled)
         assert recorder.pool.slots[0].buf.tolist() == expected
+
+
+@pytest.mark.parametrize("num_tokens", [1, 7, 32_768, 32_769, 50_000])
+def test_enabled_flags_of_few_and_of_very_many_ids(session, num_tokens):
+    recorder, ref = session.recorder, LayerRef(0, "a", "module")
+    ids = torch.arange(num_tokens, dtype=torch.int32).remainder(4).unsqueeze(-1)
+    valid = torch.arange(num_tokens).remainder(3) != 0
+    expected = [0] * 12
+    for enabled, size in itertools.product((True, False, True), (num_tokens, 3, num_tokens)):
+        recorder.set_enabled(enabled)
+        recorder.on_expert_ids("seam", ref, ids[:size], num_experts=4, valid=valid[:size])
+        if enabled:
+            row = ids_truth(ids[:size].tolist(), valid[:size].tolist(), 4, 1)
+            expected = [a + b for a, b in zip(expected, row, strict=True)]
+        assert recorder.pool.slots[0].buf.tolist() == expected
+
+
+def test_logical_and_physical_ids_of_a_layer_never_share_a_row(session):
+    recorder, ref = session.recorder, LayerRef(0, "a", "module")
+    for id_space, times in ((None, 1), ("physical", 2), (None, 1)):
+        for _ in range(times):
+            recorder.on_expert_ids(
+                "seam", ref, torch.tensor([[1]]), num_experts=2, id_space=id_space
+            )
+    assert {slot.id_space: slot.buf.tolist()[2] for slot in recorder.pool.slots} == {
+        None: 2,
+        "physical": 2,
+    }
 
 
 def test_nothing_is_allocated_in_the_steady_state(rih, session, npu, tmp_path):
