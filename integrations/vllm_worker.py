@@ -2,8 +2,9 @@
 """vLLM's workers on Ascend: when a rollout process begins, pauses, gets new weights and ends.
 
 Target   ``NPUWorker`` (``vllm_ascend.worker.worker``; up to 0.13 ``worker_v1``), verl's worker extension and
-server. Why      the counts come from integrations/vllm_ascend*.py; somebody must say to whom they belong and
-         write them before the engine sleeps, changes its weights, or ends.
+         server.
+Why      the counts come from integrations/vllm_ascend; somebody must say to whom they belong and write them
+         before the engine sleeps, changes its weights, or ends.
 How      after load_model a region of role "rollout" is open for everything outside other regions. It is
          written every ``flush_interval`` (asked at each execute_model, the safe point of the engine's stream),
          and on sleep, weight update and shutdown. An engine that runs inside a train worker leaves the counts

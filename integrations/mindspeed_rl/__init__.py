@@ -3,10 +3,11 @@
 
 Target   ``set_EPLB_args`` and the MoE method of ``mindspeed_rl.models.rollout.vllm_adapter.fused_moe``; the
          base classes of its workers (the classes on top are Ray actors, pickled by value: those are left
-alone). Why      ``eplb_token_collects`` is a switch that people have; its own collector rewrites a JSON file
-         in every MoE layer of every forward. The workers know the step (their ``iteration``), which no seam
-can know. How      flags.py hands the collecting over to us, same files; workers.py makes a region a stage;
-adapter.py counts.
+         alone).
+Why      ``eplb_token_collects`` is a switch that people have; its own collector rewrites a JSON file in every
+         MoE layer of every forward. The workers know the step (their ``iteration``), which no seam can know.
+How      flags.py hands the collecting over to us, same files; workers.py makes a region a stage; adapter.py
+         counts.
 """
 
 from __future__ import annotations

@@ -20,8 +20,10 @@ import PIL.Image
 from matplotlib import font_manager
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.cm import ScalarMappable
+from matplotlib.collections import PolyCollection
 from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure
+from matplotlib.image import PcolorImage
 from matplotlib.patches import Rectangle
 
 from rl_insight_hooks.errors import UsageError
@@ -148,8 +150,8 @@ def _save(figure: Figure, file: Path, dpi: int) -> None:
     figure.set_dpi(dpi)
     canvas: Any = FigureCanvasAgg(figure)
     canvas.draw()
-    rgb = np.ascontiguousarray(np.asarray(canvas.buffer_rgba())[:, :, :3])
-    image = PIL.Image.fromarray(rgb)
+    size = canvas.get_width_height(physical=True)
+    image = PIL.Image.frombytes("RGB", size, canvas.buffer_rgba(), "raw", "RGBX")
     image.save(file, "png", dpi=(dpi, dpi), compress_type=zlib.Z_RLE, compress_level=1)
 
 
@@ -188,9 +190,9 @@ class _Layout:
 
 def _layout(picture: Heatmap, footer_lines: int) -> _Layout:
     num_rows, num_columns = picture.value_RC.shape
-    row_in = min(max(14.0 / num_rows, 0.012), 0.24)
+    row_in = min(max(10.5 / num_rows, 0.012), 0.24)
     heat_height = min(max(num_rows * row_in, 1.6, 0.24 * len(picture.blocks)), _MAX_HEIGHT_IN * 0.9)
-    heat_width = min(max(num_columns * 0.16, 5.0), 16.0)
+    heat_width = min(max(num_columns * 0.16, 5.0), 12.0)
     longest_block = max((_cells(_shortened(b.label)) for b in picture.blocks), default=0)
     longest_row = max((len(label) for label in picture.row_labels), default=1)
     left = 0.55 + 0.075 * longest_block + 0.08 * longest_row
@@ -231,17 +233,8 @@ def _figure(picture: Heatmap, style: Style, top_value: float, part: str) -> Figu
     colours = base.with_extremes(bad=_ABSENT_COLOUR)
     # a logarithm has no zero: no token at all is drawn as the fewest, and only the absent are grey
     least = norm.vmin if style.log and norm.vmin is not None else 0.0
-    for block in picture.blocks:
-        rows = slice(block.first_row, block.first_row + block.num_rows)
-        y = tops[block.first_row]
-        heat.imshow(
-            np.ma.masked_invalid(np.maximum(picture.value_RC[rows], least)),
-            cmap=colours,
-            norm=norm,
-            aspect="auto",
-            interpolation="nearest",
-            extent=(-0.5, picture.value_RC.shape[1] - 0.5, y + block.num_rows, y),
-        )
+    shown_RC = np.ma.masked_invalid(np.maximum(picture.value_RC, least))
+    heat.add_image(_cells_image(heat, picture, tops, colours(norm(shown_RC), bytes=True)))
     end = tops[-1] + 1
     heat.set_xlim(-0.5, picture.value_RC.shape[1] - 0.5)
     heat.set_ylim(end, 0)
@@ -263,6 +256,20 @@ def _figure(picture: Heatmap, style: Style, top_value: float, part: str) -> Figu
     figure.text(*at, title, fontsize=13, va="center", **_NAMES_ARE_NO_FORMULAS)
     _footer(figure, lay, footer)
     return figure
+
+
+def _cells_image(
+    axes: Any, picture: Heatmap, tops: np.ndarray, rgba_RC4: np.ndarray
+) -> PcolorImage:
+    """One image for all blocks: colours are looked up per cell, not per pixel, and gaps are see-through."""
+    gap = np.zeros((1, *rgba_RC4.shape[1:]), dtype=np.uint8)
+    strips, edges = [], []
+    for block in picture.blocks:
+        rows = slice(block.first_row, block.first_row + block.num_rows)
+        strips += [rgba_RC4[rows], gap]
+        edges += [*tops[rows], tops[rows][-1] + 1]
+    x = np.arange(rgba_RC4.shape[1] + 1) - 0.5
+    return PcolorImage(axes, x, edges, np.concatenate(strips[:-1]))
 
 
 def _row_tops(picture: Heatmap, gap: float) -> np.ndarray:
@@ -383,7 +390,17 @@ def _mark_hottest(axes: Any, picture: Heatmap, tops: np.ndarray) -> None:
 def _imbalance(axes: Any, picture: Heatmap, tops: np.ndarray) -> None:
     """max/mean of each row, beside it; numbers where rows are few enough to read."""
     value = np.nan_to_num(picture.imbalance_R, nan=1.0)
-    axes.barh(tops + 0.5, value - 1.0, left=1.0, height=0.8, color="#8c8c8c", linewidth=0)
+    low, high_R = np.ones_like(value), np.maximum(value, 1.0)
+    corner_R42 = np.stack(
+        [
+            np.stack([low, high_R, high_R, low], axis=1),
+            (tops + 0.1)[:, None] + np.array([0.0, 0.0, 0.8, 0.8]),
+        ],
+        axis=2,
+    )
+    axes.add_collection(
+        PolyCollection(list(corner_R42), facecolor="#8c8c8c", linewidth=0), autolim=False
+    )
     high = max(float(value.max()), 1.05)
     axes.set_xlim(1.0, 1.0 + (high - 1.0) * 1.45)
     axes.set_xticks([1.0, high], ["1", f"{high:.1f}"], fontsize=8)

@@ -6,8 +6,7 @@
 1. 4,096 step files (48 layers x 128 experts) to merged numpy, against json.load and adding up key by key, as
    MindSpeed-RL's map maker does, on its own files with the same numbers.
 2. 9,216 ``group_list.pt`` of an msprobe tree to a PNG, against rl-insight 0.2.1, where
-``RL_INSIGHT_021_PYTHON`` names a
-   Python that has it.
+   ``RL_INSIGHT_021_PYTHON`` names a Python that has it.
 """
 
 from __future__ import annotations

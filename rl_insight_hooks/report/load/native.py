@@ -9,7 +9,6 @@ take for plain digits goes through the schema's own decoder, which names what is
 from __future__ import annotations
 
 import contextlib
-import itertools
 import operator
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +25,6 @@ from rl_insight_hooks.report.table import NO_STEP, UNKNOWN_LAYER
 FORMAT = "rl-insight-hooks"
 
 _DIGIT_0 = ord("0")
-_COMMA = ord(",")
 _MAX_DIGITS = 8  # of a number that the fast parser reads
 
 
@@ -178,13 +176,13 @@ def _check(load_file: Any, counts_ne: npt.NDArray[np.int64]) -> None:
             f"step {load_file.step}, rank {load_file.rank} of a world of {load_file.world_size}"
         )
     records = load_file.records
-    sums = counts_ne.sum(axis=1)
-    claimed = np.array([record.num_assignments for record in records], dtype=np.int64)
-    if (sums != claimed).any():
-        at = int((sums != claimed).argmax())
+    sums = counts_ne.sum(axis=1).tolist()
+    claimed = [record.num_assignments for record in records]
+    if sums != claimed:
+        at = next(n for n, record in enumerate(records) if sums[n] != record.num_assignments)
         raise ValueError(
-            f"layer {records[at].layer}, {records[at].phase}: the counts add up to {int(sums[at])}, "
-            f"not to num_assignments {int(claimed[at])}"
+            f"layer {records[at].layer}, {records[at].phase}: the counts add up to {sums[at]}, "
+            f"not to num_assignments {claimed[at]}"
         )
 
 
@@ -239,7 +237,7 @@ def _counts(records: list[Any]) -> npt.NDArray[np.int64]:
     """Return counts [n, e] of the records, zero-padded on the right where one is shorter."""
     if not records:
         return np.zeros((0, 0), dtype=np.int64)
-    raws = [bytes(record.counts) for record in records]
+    raws = [record.counts for record in records]
     table = _parse_digits(raws)
     if table is not None:
         return table
@@ -258,64 +256,56 @@ def _counts(records: list[Any]) -> npt.NDArray[np.int64]:
 _counts_decoder = msgspec.json.Decoder(list[int])
 
 
-def _parse_digits(raws: list[bytes]) -> npt.NDArray[np.int64] | None:
-    """Return the numbers in ``[1,2,3]`` texts of equal length as [texts, numbers].
+def _parse_digits(raws: list[Any]) -> npt.NDArray[np.int64] | None:
+    """Return the numbers in JSON texts ``[1,2,3]`` of as many numbers each, as [texts, numbers].
 
     A vectorised decimal parser, without an object per number. None if something is no plain digit, a
-    number has more than 8 digits, or the texts differ in length: the slow way reads that, or names it.
+    number has more than 8 digits, or a text has more numbers than another: the slow way reads that, or
+    names it.
     """
-    text = b",".join([raw[1:-1] for raw in raws])
+    text = b",".join([*raws, b""])
     chars = np.frombuffer(text, dtype=np.uint8)
     digits: npt.NDArray[np.uint8] = chars - np.uint8(_DIGIT_0)  # wraps: below "0" becomes large
     is_digit = digits < 10
-    commas = np.flatnonzero(~is_digit)
-    if not (chars[commas] == _COMMA).all():
+    marks = np.flatnonzero(~is_digit)
+    marks_per_text, rest = divmod(marks.size, len(raws))
+    width = marks_per_text - 2  # of brackets and commas, one of each more than of numbers
+    if rest or width < 1 or (width == 1 and b"[]" in text):
         return None
-    num = commas.size + 1
-    ends = np.empty(num, dtype=np.int64)
-    ends[:-1] = commas
-    ends[-1] = chars.size
-    lengths = ends.copy()
-    lengths[1:] -= commas + 1
-    width, rest = divmod(num, len(raws))
-    text_ends = np.fromiter(itertools.accumulate(map(len, raws)), np.int64, len(raws))
-    text_ends -= np.arange(
-        2, 2 + len(raws)
-    )  # a text gives its length, less two brackets, plus a comma
-    longest = int(lengths.max())
-    if rest or int(lengths.min()) < 1 or longest > _MAX_DIGITS:
+    if chars.take(marks).tobytes() != (b"[" + b"," * (width - 1) + b"],") * len(raws):
         return None
-    if (ends[width - 1 :: width] != text_ends).any():
+    longest = int((marks[1:] - marks[:-1]).max()) - 1
+    if longest > _MAX_DIGITS:
         return None
-    ends -= 1
-    return _number_ending_at(digits, is_digit, longest)[ends].astype(np.int64).reshape(-1, width)
+    ends = marks.reshape(len(raws), marks_per_text)[:, 1:-1] - 1
+    number_n = _number_ending_at(digits, is_digit.view(np.uint8), longest)
+    table: npt.NDArray[np.int64] = number_n.take(ends).astype(np.int64)
+    return table
 
 
 def _number_ending_at(
-    digits: npt.NDArray[np.uint8], is_digit: npt.NDArray[np.bool_], longest: int
+    digits: npt.NDArray[np.uint8], is_digit: npt.NDArray[np.uint8], longest: int
 ) -> npt.NDArray[Any]:
-    """Return, for each character [n], the number of up to 8 digits that ends there.
+    """Return, for each character [n], the number of up to 8 digits that ends there; ``is_digit`` is 0 or 1.
 
     Doubling: from digits to pairs, fours and eights, each from the one before it and its neighbour to the
     left, where all characters between are digits. Operations on neighbouring bytes are far cheaper than
-    gathers.
+    gathers, and those on bytes than those that mix bytes with bools.
     """
-    ones: npt.NDArray[np.uint8] = digits * is_digit
+    ones = digits * is_digit
     twos: npt.NDArray[np.uint8] = ones.copy()
     twos[1:] += ones[:-1] * np.uint8(10)
     twos *= is_digit
     if longest <= 2:
         return twos
     fours: npt.NDArray[np.uint16] = twos.astype(np.uint16)
-    fours[2:] += np.multiply(
-        twos[:-2] * is_digit[1:-1], 100, dtype=np.uint16
-    )  # numpy 1: no wider by itself
+    fours[2:] += (twos[:-2] * is_digit[1:-1]).astype(np.uint16) * np.uint16(100)
     if longest <= 4:
         return fours
     fours *= is_digit
     eights: npt.NDArray[np.uint32] = fours.astype(np.uint32)
-    between = is_digit[1:-3] & is_digit[2:-2] & is_digit[3:-1]
-    eights[4:] += np.multiply(fours[:-4] * between, 10_000, dtype=np.uint32)
+    between = is_digit[1:-3] * is_digit[2:-2] * is_digit[3:-1]
+    eights[4:] += (fours[:-4] * between).astype(np.uint32) * np.uint32(10_000)
     return eights
 
 

@@ -224,6 +224,11 @@ def test_tensorboard_scalars(tmp_path):
 RUN = [sys.executable, "-m", "rl_insight_hooks.report.main", "watch", "--interval", "0.1"]
 
 
+def heed_ctrl_c():
+    """A shell starts its background jobs with SIGINT ignored, and what these tests start inherits that."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def start_on_terminal(data: pathlib.Path):
     ours, theirs = pty.openpty()
     process = subprocess.Popen(
@@ -232,6 +237,7 @@ def start_on_terminal(data: pathlib.Path):
         stdout=theirs,
         stderr=subprocess.PIPE,
         env={**os.environ, "COLUMNS": "60", "LINES": "12"},
+        preexec_fn=heed_ctrl_c,
     )
     os.close(theirs)
     return process, ours
@@ -275,6 +281,7 @@ def test_without_a_terminal_it_appends_what_is_new(tmp_path):
         [*RUN, str(tmp_path)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
+        preexec_fn=heed_ctrl_c,
     )
     try:
         assert process.stdout is not None
