@@ -110,18 +110,24 @@ class Session:
             region.saved_layer = (STATE.layer, STATE.armed, STATE.counted, STATE.evaluating)
             STATE.layer, STATE.armed, STATE.counted, STATE.evaluating = None, False, None, False
             self.stack.append(region)
-            self._activate()
+            try:
+                self._activate()
+            except BaseException:  # nobody will leave a region that was not entered
+                self.stack.remove(region)
+                raise
 
     def leave(self, region: Region) -> None:
         """Take ``region`` off the stack, keeping what it gathered; it may be entered again."""
         with self.lock:
             if region not in self.stack:
                 return
-            self._drain_active()
-            self.stack.remove(region)
-            if region.saved_layer is not None:
-                STATE.layer, STATE.armed, STATE.counted, STATE.evaluating = region.saved_layer
-            self._activate()
+            try:
+                self._drain_active()
+            finally:
+                self.stack.remove(region)
+                if region.saved_layer is not None:
+                    STATE.layer, STATE.armed, STATE.counted, STATE.evaluating = region.saved_layer
+                self._activate()
 
     def finish(self, region: Region, error: BaseException | None = None) -> None:
         """Hand what ``region`` gathered to the writer: it is over."""
@@ -130,6 +136,13 @@ class Session:
                 self._hand_over(
                     region, ended=True, error=None if error is None else type(error).__name__
                 )
+
+    def end(self, region: Region, error: BaseException | None = None) -> None:
+        """Leave ``region`` and finish it, whatever fails; for integrations, whose regions are entered once."""
+        with guard.failsafe("leave"):
+            self.leave(region)
+        with guard.failsafe("finish"):
+            self.finish(region, error)
 
     def set_step(self, step: int | None, source: str = "given") -> None:
         """Set the step of regions begun from now on; the ambient region, if any, ends and begins anew."""
@@ -182,8 +195,7 @@ class Session:
         with self.lock:
             ambient = self.ambient
             if ambient is not None:
-                self.leave(ambient)
-                self.finish(ambient)
+                self.end(ambient)
 
     def _activate(self) -> None:
         region = self.active

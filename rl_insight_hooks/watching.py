@@ -74,13 +74,16 @@ class Watcher:
         self._watched = weakref.WeakSet()
 
     def _allocate_compiled(self, layer: Layer, block: torch.nn.Module) -> None:
-        """Rows for compiled graphs must exist before the trace."""
+        """Rows for compiled graphs must exist before the trace; those of a ``watch`` before serve again."""
         parameter = next(block.parameters(), None)
         if layer.num_experts is None or parameter is None or parameter.device.type == "meta":
             return
         make = self._recorder.pool.allocate
         n = layer.num_experts
         where = parameter.device
+        known = layer.compiled_counts
+        if known is not None and known.shape[0] == n and known.device == where:
+            return
         layer.compiled_counts = make(
             layer, PHASE_COMPILED, FORM_COUNTS, _COMPILED_SEAM, n, n, where
         ).buf

@@ -77,6 +77,14 @@ class RegionResult:
         return sum(p.nbytes for p in self.pending)
 
 
+_Accounts = tuple[dict[str, int], dict[str, int], dict[str, int]]
+
+
+def _accounts(owner: RegionResult | RoleStep) -> _Accounts:
+    """What ``owner`` did not count, by cause."""
+    return owner.dropped, owner.masked, owner.failed
+
+
 @dataclass(slots=True)
 class _Barrier:
     done: threading.Event
@@ -91,6 +99,7 @@ class Writer:
         self._num_queued = 0
         self._queued_bytes = 0
         self._lost: dict[str, int] = {}
+        self._untold: _Accounts = ({}, {}, {})  # of regions without a file
         self._named: set[str] = set()  # what was logged: once each
         self._gathered: dict[tuple[str, str], RoleStep] = {}  # the last one of a path and role
         self._open: dict[tuple[str, str, int | None], RoleStep] = {}  # of regions that go on
@@ -183,7 +192,10 @@ class Writer:
             with guard.failsafe("writer.sweep"):
                 sweep_temp_files(path)
         if not result.write_empty and not gathered.has_calls:
+            if result.ended:
+                self._tell_later(gathered)
             return
+        self._tell_now(gathered)
         for where, num in guard.take_failures(of_writer=True).items():
             gathered.failed[where] = gathered.failed.get(where, 0) + num
         if config.replicas == "one" and result.place.replica_rank is not None:
@@ -247,11 +259,7 @@ class Writer:
         if result.error is not None:
             gathered.failed_unix_s = result.ended_unix_s
             gathered.notes.append(f"a region was left by {result.error}: its counts may be partial")
-        for mine, theirs in (
-            (gathered.dropped, result.dropped),
-            (gathered.masked, result.masked),
-            (gathered.failed, result.failed),
-        ):
+        for mine, theirs in zip(_accounts(gathered), _accounts(result), strict=True):
             for cause, num in theirs.items():
                 mine[cause] = mine.get(cause, 0) + num
         gathered.dropped.update(
@@ -259,6 +267,20 @@ class Writer:
         )  # of the whole process: the file that tells may be lost too
         gathered.stamps.update(result.stamps)
         return gathered
+
+    def _tell_later(self, gathered: RoleStep) -> None:
+        """Keep what failed or was left out in a region that has no file, for the next file."""
+        for untold, counted in zip(self._untold, _accounts(gathered), strict=True):
+            for cause, num in counted.items():
+                if cause not in self._lost:  # every file tells those
+                    untold[cause] = untold.get(cause, 0) + num
+            counted.clear()
+
+    def _tell_now(self, gathered: RoleStep) -> None:
+        for untold, counted in zip(self._untold, _accounts(gathered), strict=True):
+            for cause, num in untold.items():
+                counted[cause] = counted.get(cause, 0) + num
+            untold.clear()
 
     def _write_collects(
         self, result: RegionResult, readings: list[SlotReading], phase_of_eval: str

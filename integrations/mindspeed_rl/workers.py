@@ -70,9 +70,7 @@ def _stage(session: Session, role: str, original: Any, gate: Gate) -> Any:
             raise
         finally:
             if region is not None:
-                with guard.failsafe("mindspeed_rl.end"):
-                    session.leave(region)
-                    session.finish(region, error)
+                session.end(region, error)
 
     return stage
 

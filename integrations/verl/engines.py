@@ -68,7 +68,8 @@ def _batch(stages: Stages, original: Any, gate: Gate) -> Any:
     @functools.wraps(original)
     def batch(self: Any, *args: Any, **kwargs: Any) -> Any:
         if gate.live:
-            stages.session.installer.reassert()
+            with guard.failsafe("verl.batch"):
+                stages.session.installer.reassert()
         return original(self, *args, **kwargs)
 
     return batch

@@ -61,8 +61,7 @@ class Stages:
         """Close the region that :meth:`begin` returned."""
         with guard.failsafe("verl.end"), self._lock:
             self._open = None
-            self.session.leave(region)
-            self.session.finish(region, error)
+            self.session.end(region, error)
             if region.role == ACTOR_UPDATE and error is None:
                 self.clock.updated()
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the hooks cost: a grouped-matmul call, a fused-MoE call, a whole step; beside a JSON collector.
 
-    python tests/bench/bench_hooks.py [--rounds 40] [--steps 40]
+    python tests/bench/bench_hooks.py [--rounds 40] [--steps 100]
 
 The host function of the per-call numbers does nothing, so that what is left is ours. Every number is the
 best of rounds that alternate between the variants (what else runs on the machine only adds); a full step is
@@ -14,6 +14,7 @@ import argparse
 import gc
 import json
 import os
+import random
 import statistics
 import sys
 import tempfile
@@ -27,12 +28,14 @@ import torch
 
 import rl_insight_hooks as rih
 from rl_insight_hooks.layers import LayerRef
+from rl_insight_hooks.session import fresh_session
 
 REPO = Path(__file__).resolve().parents[2]
 NUM_LAYERS = 58  # MoE layers of DeepSeek-V3
 WIDTHS = (64, 256)  # experts
 NUM_IDS = 4096
 CALLS_PER_PASS = 3  # gate, up, down
+WARM_UP_PAIRS = 8  # of full steps: until the process has all the memory it keeps
 
 # glibc: never give freed memory back
 _KEEP_MEMORY = {
@@ -203,6 +206,15 @@ def bench_json_collector(num_experts: int, num_rounds: int) -> float:
         return min(cost_us(lambda: collect(7), 1) for _ in range(num_rounds))
 
 
+def median_interval(values: list[float], num_draws: int = 10_000) -> tuple[float, float]:
+    """Return the 95% interval of the median of ``values``, by bootstrap (Efron 1979, percentile method)."""
+    rng = random.Random(0)
+    medians = sorted(
+        statistics.median(rng.choices(values, k=len(values))) for _ in range(num_draws)
+    )
+    return medians[num_draws // 40], medians[-num_draws // 40]
+
+
 def make_cpu_moe(num_layers: int) -> torch.nn.Module:
     """A MoE of realistic width on CPU: hidden 1024, 16 experts, top-2."""
     sys.modules.pop("torch_npu", None)
@@ -250,20 +262,20 @@ def bench_step(num_layers: int, num_steps: int) -> Results:
     writer_s: list[float] = []
     seconds: dict[bool, list[float]] = {False: [], True: []}
     with tempfile.TemporaryDirectory() as folder:
-        for number in range(num_steps + 1):
+        for number in range(num_steps + WARM_UP_PAIRS):
             for recorded in (number % 2 == 0, number % 2 == 1):  # who goes first alternates
                 seconds[recorded].append(timed(number, recorded, folder))
-    absent, recording = seconds[False][1:], seconds[True][1:]  # the first pair warms up
+    absent, recording = seconds[False][WARM_UP_PAIRS:], seconds[True][WARM_UP_PAIRS:]
     ratios = [on / off for on, off in zip(recording, absent, strict=True)]
-    quartiles = statistics.quantiles(ratios, n=4)
+    low, high = median_interval(ratios)
     return {
         "absent_s": statistics.median(absent),
         "region_ms": 1e3 * statistics.median(region_s),
         "writer_ms": 1e3 * statistics.median(writer_s),
-        "medians": 100 * (statistics.median(recording) / statistics.median(absent) - 1),
+        "pairs": 100 * (statistics.median(ratios) - 1),
+        "low": 100 * (low - 1),
+        "high": 100 * (high - 1),
         "bests": 100 * (min(recording) / min(absent) - 1),
-        "low": 100 * (quartiles[0] - 1),
-        "high": 100 * (quartiles[2] - 1),
     }
 
 
@@ -271,7 +283,7 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=40, help="rounds of the per-call numbers")
-    parser.add_argument("--steps", type=int, default=40, help="pairs of full steps; 0: none")
+    parser.add_argument("--steps", type=int, default=100, help="pairs of full steps; 0: none")
     parser.add_argument("--layers", type=int, default=8, help="MoE layers of the full step")
     args = parser.parse_args()
     if _KEEP_MEMORY.items() - os.environ.items():
@@ -304,12 +316,13 @@ def main() -> None:
             beyond = value - fused["scatter_add_"]
             print(f"  {name:<24} {value:8.2f}  beyond scatter_add_ {beyond:7.2f}  target 15")
     if args.steps:
-        found = bench_step(args.layers, args.steps)
+        with fresh_session():  # as a run has it: without the rows of the benchmarks above
+            found = bench_step(args.layers, args.steps)
         print(f"\nfull step, hidden 1024, 16 experts, {args.layers} layers, {args.steps} pairs")
         print(
-            f"  absent {found['absent_s']:.3f} CPU s; recording adds {found['medians']:+.2f}% (medians), "
-            f"{found['bests']:+.2f}% (bests); quartiles of the pairs {found['low']:+.2f}% to "
-            f"{found['high']:+.2f}%  target 1%"
+            f"  absent {found['absent_s']:.3f} CPU s; recording adds {found['pairs']:+.2f}% (median of the "
+            f"pairs, 95% interval {found['low']:+.2f}% to {found['high']:+.2f}%), "
+            f"{found['bests']:+.2f}% (bests)  target 1%"
         )
         print(
             f"  of it: begin and end of the region {found['region_ms']:.2f} ms, "

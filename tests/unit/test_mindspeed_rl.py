@@ -4,10 +4,15 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from types import ModuleType
 
 import pytest
+from fault_injection import Entries, Tracer, break_every_line
 from tiny_run import collects, counts_by_layer, every_load_file, layer_pass, read
+
+import rl_insight_hooks
+from rl_insight_hooks import guard
 
 A, B, C = [1, 2, 3, 4], [5, 0, 0, 1], [0, 7, 0, 0]
 ADAPTER = "mindspeed_rl.models.rollout.vllm_adapter.fused_moe"
@@ -211,3 +216,77 @@ def test_the_built_model_is_watched(modules, session, monkeypatch):
     built = modules["ActorHybridWorkerBase"]()._build_model_optimizer()
     assert built == (["chunk"], "optimizer", "scheduler")
     assert watched == [["chunk"]]
+
+
+REPO = Path(rl_insight_hooks.__file__).resolve().parents[1]
+WORKERS, FLAGS = (REPO / f"integrations/mindspeed_rl/{name}.py" for name in ("workers", "flags"))
+FILES = [WORKERS, FLAGS, REPO / "rl_insight_hooks/session.py"]
+ENTRIES = Entries(
+    {
+        WORKERS: {"stage", "_begin", "build_model_optimizer"},
+        FLAGS: {"set_eplb_args"},
+        FILES[2]: {"end"},
+    }
+)
+
+
+def test_outside_their_guards_the_hooks_only_call_the_host():
+    # _begin and Session.end guard themselves
+    assert ENTRIES.unguarded_calls() <= {"original", "_begin", "end", "failsafe", "wraps"}
+
+
+def test_an_exception_at_every_line_changes_nothing_for_the_workers(
+    modules, flags, session, rih, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(session.watcher, "watch", lambda model: 0)  # there is no model here
+    number = 0
+
+    def a_step():
+        """What the host's functions return and raise, in order."""
+        actor, critic = modules["ActorHybridWorkerBase"](), modules["CriticWorkerBase"]()
+        modules["adapter"].set_EPLB_args(True, str(tmp_path / str(number)))
+        seen = [
+            actor._build_model_optimizer(),
+            actor.generate_sequences(),
+            actor.compute_log_prob(),
+        ]
+        seen += [actor.update("kl"), modules["ReferenceWorkerBase"]().compute_ref_log_prob()]
+        seen.append(critic.compute_values())
+        try:
+            critic.update()
+        except RuntimeError as error:
+            seen += [str(error), error.__cause__, error.__context__]
+        return [*seen, actor.iteration]
+
+    rih.uninstall()
+    expected = a_step()
+
+    def run(tracer):
+        nonlocal number
+        number += 1
+        rih.configure(path=str(tmp_path / str(number)))
+        session.installer.install(["torch_npu", "mindspeed_rl"])
+        flags(modules["adapter"])
+        with tracer:
+            results = a_step()
+        rih.flush()
+        rih.uninstall()
+        session.stack.clear()
+        assert results == expected
+        files = every_load_file(tmp_path / str(number))
+        in_files = sum(sum(load.failed.values()) for load in files)
+        assert in_files + sum(guard.take_failures().values()) == tracer.raised
+        if not tracer.raised:
+            assert {load.role: counts_by_layer(load) for load in files} == {
+                "actor_generate_sequences": [A],
+                "actor_compute_log_prob": [B],
+                "actor_update": [C],
+                "reference_compute_log_prob": [B],
+                "critic_compute_values": [A],
+                "critic_update": [],
+            }
+
+    broken = break_every_line(FILES, ENTRIES, run)
+    assert {Path(path).name for path, _ in broken} == {"workers.py", "flags.py", "session.py"}
+    assert len(broken) > 60
+    run(Tracer(FILES, ENTRIES))  # and afterwards it counts as if nothing had been

@@ -8,11 +8,15 @@ on CPU and never calls torch_npu.
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
+from fault_injection import Entries, Tracer, break_every_line
 from tiny_run import counts_by_layer, read
+
+import rl_insight_hooks
 
 FIRST, SECOND = [1, 2, 3, 4], [4, 0, 0, 1]
 HIDDEN, WIDTH = 6, 10
@@ -285,3 +289,49 @@ def test_a_failure_of_ours_changes_nothing(rih, gmm, tmp_path, monkeypatch, brok
     for mine, theirs in zip(beside_us, alone, strict=True):
         assert torch.equal(mine, theirs)
     assert sum(read(tmp_path, 1, "r").failed.values()) > 0
+
+
+INTEGRATION = Path(rl_insight_hooks.__file__).resolve().parents[1] / "integrations/mindspeed.py"
+ENTRIES = Entries({INTEGRATION: {"load", "npu_gmm", "extension_function"}})
+
+
+def test_outside_their_guards_the_hooks_only_call_the_host():
+    assert ENTRIES.unguarded_calls() <= {"original", "is_compiling", "failed", "id", "add", "wraps"}
+
+
+@pytest.mark.parametrize("list_type", [0, 1], ids=["cumulative", "counts"])
+def test_an_exception_at_every_line_changes_no_bit(rih, gmm, tmp_path, list_type):
+    builder = sys.modules["mindspeed.op_builder.builder"].MindSpeedOpBuilder
+    step = 0
+
+    def pass_of_each_kind():
+        builder._loaded_ops.clear()
+        out, leaves = layer(gmm, FIRST, list_type)
+        out.square().sum().backward()
+        fused, fused_leaves = layer(gmm, FIRST, list_type, fusion=True)
+        fused.square().sum().backward()
+        given = [out, fused, *(leaf.grad for leaf in (*leaves, *fused_leaves))]
+        return [*given, direct(gmm, SECOND, list_type)]
+
+    expected = pass_of_each_kind()
+
+    def run(tracer):
+        nonlocal step
+        step += 1
+        rih.uninstall()  # the extension is loaded anew, with its hook
+        rih.install(["mindspeed"])
+        with rih.record(tmp_path, step=step, role="r"), tracer:
+            results = pass_of_each_kind()
+        rih.flush()
+        for ours, theirs in zip(results, expected, strict=True):
+            assert torch.equal(ours, theirs)
+        load = read(tmp_path, step, "r")
+        assert sum(load.failed.values()) == tracer.raised
+        if not tracer.raised:
+            total = [2 * a + b for a, b in zip(FIRST, SECOND, strict=True)]
+            forward = counts_by_layer(load)
+            assert [sum(column) for column in zip(*forward, strict=True)] == total
+
+    broken = break_every_line([INTEGRATION], ENTRIES, run)
+    assert len(broken) > 25
+    run(Tracer([INTEGRATION], ENTRIES))  # and afterwards it counts as if nothing had been

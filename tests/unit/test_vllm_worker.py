@@ -5,10 +5,15 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from pathlib import Path
 from types import ModuleType
 
 import pytest
+from fault_injection import Entries, Tracer, break_every_line
 from tiny_run import collects, counts_by_layer, every_load_file, layer_pass, read
+
+import rl_insight_hooks
+from rl_insight_hooks import guard
 
 A, B, C = [1, 2, 3, 4], [5, 0, 0, 1], [0, 7, 0, 0]
 
@@ -171,3 +176,68 @@ def test_uninstall_leaves_no_trace(engine, rih):
     assert not hasattr(worker, "rl_insight_set_step")
     for function in (worker.load_model, extension.update_weights_from_ipc, server.set_global_steps):
         assert not hasattr(function, "__rl_insight_hooks__")
+
+
+REPO = Path(rl_insight_hooks.__file__).resolve().parents[1]
+FILES = [REPO / "integrations/vllm_worker.py", REPO / "rl_insight_hooks/session.py"]
+ENTRIES = Entries(
+    {
+        FILES[0]: {"method", "rl_insight_set_step", "set_global_steps"},
+        FILES[1]: {"end"},
+    }
+)
+
+
+def test_outside_their_guards_the_hooks_only_call_the_host():
+    assert ENTRIES.unguarded_calls() <= {"original", "failsafe", "wraps"}
+
+
+@pytest.mark.parametrize("host_fails", [False, True], ids=["host runs", "host fails"])
+def test_an_exception_at_every_line_changes_nothing_for_the_engine(
+    engine, rih, session, tmp_path, host_fails
+):
+    number = 0
+
+    def life_of_an_engine():
+        """What the host's functions return, raise and log, in order."""
+        worker, extension, server = (cls() for cls in engine)
+
+        class Engine:
+            async def collective_rpc(self, method, args=()):
+                getattr(worker, method)(*args)
+
+        server.engine = Engine()
+        seen = [worker.load_model(), asyncio.run(server.set_global_steps(10))]
+        seen.append(worker.execute_model(A))
+        if host_fails:
+            try:
+                worker.execute_model(None)  # not iterable: the host's own error
+            except TypeError as error:
+                seen += [str(error), error.__cause__, error.__context__]
+        seen += [worker.sleep(2), extension.update_weights_from_ipc(), worker.execute_model(B)]
+        return [*seen, worker.shutdown(), worker.log]
+
+    rih.uninstall()
+    expected = life_of_an_engine()
+
+    def run(tracer):
+        nonlocal number
+        number += 1
+        rih.configure(path=str(tmp_path / str(number)), flush_interval=1e-9)
+        session.installer.install(["torch_npu", "vllm_worker"])
+        with tracer:
+            results = life_of_an_engine()
+        rih.flush()
+        rih.uninstall()
+        session.stack.clear()
+        assert results == expected
+        files = every_load_file(tmp_path / str(number))
+        in_files = sum(sum(load.failed.values()) for load in files)
+        assert in_files + sum(guard.take_failures().values()) == tracer.raised
+        if not tracer.raised:
+            assert {load.step: counts_by_layer(load) for load in files} == {11: [A], 12: [B]}
+
+    broken = break_every_line(FILES, ENTRIES, run)
+    assert {Path(path).name for path, _ in broken} == {"vllm_worker.py", "session.py"}
+    assert len(broken) > 60
+    run(Tracer(FILES, ENTRIES))  # and afterwards it counts as if nothing had been

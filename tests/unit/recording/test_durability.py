@@ -465,6 +465,20 @@ def test_stated_memory_of_the_recorder(rih, npu, tmp_path, session):
     assert session.recorder.pool.nbytes == 2 * 64 * 4 * 8
 
 
+def test_taking_out_and_watching_again_takes_no_more_rows(rih, npu, tmp_path, session):
+    from tiny_moe import TinyMoe
+
+    model = TinyMoe(vocab=8, hidden=4, width=4, num_layers=3, num_experts=4, top_k=2)
+    num_slots = set()
+    for step in range(5):
+        rih.watch(model)
+        with rih.record(tmp_path, step=step, role="r"):
+            layer_pass(A)
+        rih.uninstall()
+        num_slots.add(len(session.recorder.pool.slots))
+    assert len(num_slots) == 1
+
+
 def test_readonly_folder(rih, npu, tmp_path):
     root = tmp_path / "readonly"
     root.mkdir()

@@ -7,17 +7,18 @@ The places are not listed by hand: a trace function notes every line of ours tha
 
 from __future__ import annotations
 
-import ast
 import inspect
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from fault_injection import Entries, InjectedError, Tracer, break_every_line
 from tiny_moe import TinyMoe
-from tiny_run import counts_by_layer, read
+from tiny_run import counts_by_layer, every_load_file, read
 
 import rl_insight_hooks
+from rl_insight_hooks import guard
 
 PACKAGE = Path(rl_insight_hooks.__file__).resolve().parent
 REPO = Path(__file__).resolve().parents[3]
@@ -31,92 +32,28 @@ CORE = [
     "compiled",
     "state",
 ]  # group_list's functions run on the writer thread only
-FILES = {str(PACKAGE / f"{name}.py") for name in CORE} | {str(REPO / "integrations/torch_npu.py")}
+FILES = [*(PACKAGE / f"{name}.py" for name in CORE), REPO / "integrations/torch_npu.py"]
 
-# Functions that a host calls directly: they guard themselves with a try.
-ENTRIES = {
-    "torch_npu.py": {"npu_grouped_matmul", "grouped_matmul_op", "alltoallv_gmm"},
-    "watching.py": {"enter", "_leave"},
-}
-
-
-class InjectedError(Exception):
-    """Ours, thrown by the tests."""
-
-
-def functions_named(path: Path, names):
-    tree = ast.parse(path.read_text())
-    found = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.name in names]
-    assert {f.name for f in found} == set(names)
-    return found
+ENTRIES = Entries(
+    {
+        REPO / "integrations/torch_npu.py": {
+            "npu_grouped_matmul",
+            "grouped_matmul_op",
+            "alltoallv_gmm",
+        },
+        PACKAGE / "watching.py": {"enter", "_leave"},
+    }
+)
 
 
-def entry_paths():
-    yield REPO / "integrations/torch_npu.py", ENTRIES["torch_npu.py"]
-    yield PACKAGE / "watching.py", ENTRIES["watching.py"]
-
-
-def unguarded_lines() -> set[tuple[str, int]]:
-    """Lines of the entry functions outside the body of their try: no call of ours may stand there."""
-    lines = set()
-    for path, names in entry_paths():
-        for function in functions_named(path, names):
-            inside = set()
-            for node in ast.walk(function):
-                if isinstance(node, ast.Try):
-                    last = node.body[-1].end_lineno
-                    inside |= set(range(node.body[0].lineno, last + 1))
-            everything = set(range(function.lineno, function.end_lineno + 1))
-            lines |= {(str(path), line) for line in everything - inside}
-    return lines
-
-
-UNGUARDED = unguarded_lines()
+def tracer_at(site=None, occurrence=1):
+    return Tracer(FILES, ENTRIES, site, occurrence)
 
 
 def test_outside_their_try_the_hooks_only_call_the_host():
     # on_group_list: that of compiled.py, which Dynamo traces and nobody runs
     allowed = {"original", "is_compiling", "failed", "on_group_list", "wraps", "get", "len"}
-    allowed |= {"startswith", "_getframe"}
-    for path, names in entry_paths():
-        for function in functions_named(path, names):
-            for node in ast.walk(function):
-                if not isinstance(node, ast.Call) or (str(path), node.lineno) not in UNGUARDED:
-                    continue
-                called = node.func.attr if isinstance(node.func, ast.Attribute) else node.func.id
-                assert called in allowed, f"{path.name}:{node.lineno} calls {called} outside a try"
-
-
-class Tracer:
-    """Notes the line events of ours; raises at the ``occurrence``-th one of ``target``."""
-
-    def __init__(self, target=None, occurrence=1):
-        self.target, self.left = target, occurrence
-        self.seen: dict[tuple[str, int], int] = {}
-        self.raised = False
-
-    def _call(self, frame, event, arg):
-        return self._line if frame.f_code.co_filename in FILES else None
-
-    def _line(self, frame, event, arg):
-        if event == "line":
-            key = (frame.f_code.co_filename, frame.f_lineno)
-            if key not in UNGUARDED:
-                self.seen[key] = self.seen.get(key, 0) + 1
-                if key == self.target:
-                    self.left -= 1
-                    if self.left == 0:
-                        self.raised = True
-                        raise InjectedError(f"at {key}")
-        return self._line
-
-    def __enter__(self):
-        self.old = sys.gettrace()
-        sys.settrace(self._call)
-        return self
-
-    def __exit__(self, *_):
-        sys.settrace(self.old)
+    assert ENTRIES.unguarded_calls() <= allowed | {"startswith", "_getframe"}
 
 
 def make_model():
@@ -168,8 +105,10 @@ def test_exception_at_every_line(rih, without_us, tmp_path, watched, which):
         with rih.record(tmp_path, step=step, role="actor_update"), tracer:
             return train_step(model, ids)
 
-    recorded_step(0, Tracer())  # the first sight of layers takes other lines than the steady state
-    steady = Tracer()
+    recorded_step(
+        0, tracer_at()
+    )  # the first sight of layers takes other lines than the steady state
+    steady = tracer_at()
     assert_same_bits(recorded_step(0, steady), expected)
     assert rih.flush()
     sites = sorted(steady.seen)
@@ -179,7 +118,7 @@ def test_exception_at_every_line(rih, without_us, tmp_path, watched, which):
 
     for step, site in enumerate(sites, start=1):
         occurrence = 1 if which == "first" else steady.seen[site]
-        tracer = Tracer(site, occurrence)
+        tracer = tracer_at(site, occurrence)
         results = recorded_step(step, tracer)
         assert tracer.raised, site
         assert_same_bits(results, expected)
@@ -188,7 +127,7 @@ def test_exception_at_every_line(rih, without_us, tmp_path, watched, which):
         assert sum(failed.values()) == 1, (site, failed)
     # and afterwards it counts as if nothing had been
     last = len(sites) + 1
-    recorded_step(last, Tracer())
+    recorded_step(last, tracer_at())
     rih.flush()
     clean = read(tmp_path, last, "actor_update")
     assert not clean.failed
@@ -216,15 +155,81 @@ def test_exception_at_every_line_of_a_first_step(npu, tmp_path, watched):
         assert_same_bits(results, expected)
         return read(tmp_path / name, 1, "r")
 
-    found = Tracer()
+    found = tracer_at()
     assert not first_step("clean", found).failed
     sites = [key for key in sorted(found.seen) if "counters" in key[0] or found.seen[key] <= 2]
     assert any("counters" in path for path, _ in sites)
     for number, site in enumerate(sites):
-        tracer = Tracer(site)
+        tracer = tracer_at(site)
         failed = first_step(str(number), tracer).failed
         assert tracer.raised, site
         assert sum(failed.values()) == 1, (site, failed)
+
+
+API, SESSION = PACKAGE / "api.py", PACKAGE / "session.py"
+REGION_ENTRIES = Entries(
+    {API: {"__enter__", "__exit__", "recorded", "_begin", "_enter", "_leave", "_finish"}},
+    host_names=("function", "generator", "resume"),
+)
+
+
+@pytest.mark.parametrize("host_fails", [False, True], ids=["host runs", "host fails"])
+def test_exception_at_every_line_of_a_region(rih, without_us, tmp_path, host_fails):
+    """As a context manager, a decorator and a generator's decorator; a region inside another."""
+    model, ids, expected = without_us
+    step = 0
+
+    class HostError(Exception):
+        pass
+
+    def decorated():
+        @rih.record(tmp_path, step=step, role="of a function")
+        def run_step():
+            return train_step(model, ids)
+
+        @rih.record(tmp_path, step=step, role="of a generator")
+        def run_steps():
+            yield train_step(model, ids)
+            yield train_step(model, ids)
+
+        return rih.record(tmp_path, step=step, role="outer"), run_step, run_steps
+
+    def host_run(outer, run_step, run_steps):
+        with outer:
+            results = [run_step(), *run_steps()]
+            if host_fails:
+                raise HostError(results)
+        return results
+
+    def run(tracer):
+        nonlocal step
+        step += 1
+        rih.install(["torch_npu"])
+        rih.watch(model)
+        regions = decorated()  # told at once of a bad argument: that is no failure of ours
+        with tracer:
+            if host_fails:
+                with pytest.raises(HostError) as caught:
+                    host_run(*regions)
+                assert caught.value.__cause__ is None
+                assert caught.value.__context__ is None
+                (results,) = caught.value.args
+            else:
+                results = host_run(*regions)
+        for ours in results:
+            assert_same_bits(ours, expected)
+        rih.flush()
+        rl_insight_hooks.session.get_session().stack.clear()
+        files = [f for f in every_load_file(tmp_path) if f.step == step]
+        in_files = sum(sum(load.failed.values()) for load in files)
+        assert in_files + sum(guard.take_failures().values()) == tracer.raised
+        if not tracer.raised:
+            tokens = {load.role: [sum(c) for c in counts_by_layer(load)] for load in files}
+            assert tokens == {"of a function": [24, 24], "of a generator": [48, 48], "outer": []}
+
+    broken = break_every_line([API, SESSION], REGION_ENTRIES, run)
+    assert {Path(path).name for path, _ in broken} == {"api.py", "session.py"}
+    run(Tracer([API, SESSION], REGION_ENTRIES))  # and afterwards it counts as if nothing had been
 
 
 def functions_of_ours():

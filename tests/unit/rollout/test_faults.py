@@ -3,14 +3,13 @@
 
 from __future__ import annotations
 
-import ast
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import moe_eras
 import pytest
 import torch
+from fault_injection import Entries, InjectedError, Tracer
 from moe_eras import by_order_b, layer_object, logits, read
 from rl_insight_hooks.integrations import vllm_ascend
 from rl_insight_hooks.integrations.vllm_ascend.capture import CALL
@@ -18,74 +17,17 @@ from rl_insight_hooks.integrations.vllm_ascend.capture import CALL
 from rl_insight_hooks.state import STATE
 
 HERE = Path(vllm_ascend.__file__).resolve().parent
-FILES = {
-    str(HERE / f"{name}.py") for name in ("apply", "capture", "context", "layout", "moe_layer")
-}
-FILES |= {str(HERE / "signatures.py"), str(HERE / "runner.py")}
+NAMES = ("apply", "capture", "context", "layout", "moe_layer", "signatures", "runner")
+FILES = [HERE / f"{name}.py" for name in NAMES]
 
 # What the host calls. Their lines outside a try only call the host, and are not injected into.
-ENTRIES = {
-    "apply",
-    "select_experts",
-    "_compute_routing",
-    "fused_experts",
-    "method",
-    "execute_model",
-}
-
-
-def unguarded():
-    lines = set()
-    for name in FILES:
-        for function in ast.walk(ast.parse(Path(name).read_text())):
-            if not isinstance(function, ast.FunctionDef) or function.name not in ENTRIES:
-                continue
-            inside = set()
-            for node in ast.walk(function):
-                if isinstance(node, ast.Try):
-                    inside |= set(range(node.body[0].lineno, node.body[-1].end_lineno + 1))
-                    host = any("original" in ast.unparse(part) for part in node.body)
-                    if host:  # try ... finally around the host's call
-                        inside -= set(range(node.body[0].lineno, node.body[-1].end_lineno + 1))
-            lines |= {
-                (name, i)
-                for i in range(function.lineno, function.end_lineno + 1)
-                if i not in inside
-            }
-    return lines
-
-
-UNGUARDED = unguarded()
-
-
-class InjectedError(Exception):
-    """Ours, thrown by the tests."""
-
-
-class Tracer:
-    """Notes lines of ours; raises at the first event of ``target``."""
-
-    def __init__(self, target=None):
-        self.target, self.raised, self.seen = target, False, set()
-
-    def _call(self, frame, event, arg):
-        return self._line if frame.f_code.co_filename in FILES else None
-
-    def _line(self, frame, event, arg):
-        key = (frame.f_code.co_filename, frame.f_lineno)
-        if event == "line" and key not in UNGUARDED:
-            self.seen.add(key)
-            if key == self.target and not self.raised:
-                self.raised = True
-                raise InjectedError(f"at {key}")
-        return self._line
-
-    def __enter__(self):
-        sys.settrace(self._call)
-        return self
-
-    def __exit__(self, *_):
-        sys.settrace(None)
+ENTRIES = Entries(
+    {
+        HERE / "apply.py": {"apply"},
+        HERE / "capture.py": {"select_experts", "_compute_routing", "fused_experts"},
+        HERE / "runner.py": {"method", "execute_model"},
+    }
+)
 
 
 def test_exception_at_every_line(rih, session, monkeypatch, tmp_path):
@@ -115,14 +57,14 @@ def test_exception_at_every_line(rih, session, monkeypatch, tmp_path):
     expected = run(layer_object())
     assert len(expected) == 3
     rih.install(["vllm_ascend"])
-    first = Tracer()
+    first = Tracer(FILES, ENTRIES)
     with rih.record(str(tmp_path), step=0, role="rollout"), first:
         run(layer_object())
     assert session.writer.flush(30)
     assert len(first.seen) > 80
     for number, site in enumerate(sorted(first.seen), start=1):
         vllm_ascend.layout.own_rows.cache_clear()
-        tracer = Tracer(site)
+        tracer = Tracer(FILES, ENTRIES, site)
         with rih.record(str(tmp_path), step=number, role="rollout"), tracer:
             got = run(layer_object())
         assert session.writer.flush(30)  # its file takes the failures counted so far
