@@ -91,18 +91,12 @@ def break_ours(where):
     setattr(owner, last, broken)
 
 
-def main(out, rank, world, ep, etp, kind, watched):
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
-    cpu_only()
-    dist.init_process_group(
-        "gloo", init_method=f"file://{out}/rendezvous", rank=rank, world_size=world
-    )
+def make_layers(ep=1, etp=1):
+    """Initialise Megatron's groups and return its MoE layers 3, 4 and 5."""
     from megatron.core import parallel_state
     from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
     from megatron.core.transformer.moe.moe_layer import MoELayer
     from megatron.core.transformer.transformer_config import TransformerConfig
-
-    import rl_insight_hooks as rih
 
     # a name that the module lacks where Transformer Engine is not installed
     moe_utils = sys.modules["megatron.core.transformer.moe.moe_utils"]
@@ -134,6 +128,32 @@ def main(out, rank, world, ep, etp, kind, watched):
     layers = torch.nn.ModuleList(
         MoELayer(config, submodules=spec.submodules, layer_number=n + 3) for n in range(NUM_LAYERS)
     )
+    for layer in layers:
+        torch.nn.init.normal_(layer.router.weight, std=1.0)
+    return layers
+
+
+def run_layers(layers, x, kind):
+    """Return the output of ``layers``, each under a checkpoint of that ``kind``."""
+    for layer in layers:
+        if kind == "none":
+            x = x + layer(x)[0]
+        else:
+            x = x + torch.utils.checkpoint.checkpoint(
+                lambda y, layer=layer: layer(y)[0], x, use_reentrant=kind == "reentrant"
+            )
+    return x
+
+
+def main(out, rank, world, ep, etp, kind, watched):
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
+    cpu_only()
+    dist.init_process_group(
+        "gloo", init_method=f"file://{out}/rendezvous", rank=rank, world_size=world
+    )
+    import rl_insight_hooks as rih
+
+    layers = make_layers(ep, etp)
     truth = {phase: [[0] * NUM_EXPERTS for _ in layers] for phase in ("forward", "recompute")}
     phase = ["forward"]
 
@@ -146,7 +166,6 @@ def main(out, rank, world, ep, etp, kind, watched):
         return hook
 
     for index, layer in enumerate(layers):
-        torch.nn.init.normal_(layer.router.weight, std=1.0)
         layer.router.register_forward_hook(count(index))
     if watched:
         assert rih.watch(layers) == NUM_LAYERS
@@ -162,13 +181,7 @@ def main(out, rank, world, ep, etp, kind, watched):
     with region:
         for _ in range(2):
             x = torch.randn(TOKENS, 1, HIDDEN, requires_grad=True)
-            for layer in layers:
-                if kind == "none":
-                    x = x + layer(x)[0]
-                else:
-                    x = x + torch.utils.checkpoint.checkpoint(
-                        lambda y, layer=layer: layer(y)[0], x, use_reentrant=kind == "reentrant"
-                    )
+            x = run_layers(layers, x, kind)
             phase[0] = "recompute"
             x.sum().backward()
             phase[0] = "forward"

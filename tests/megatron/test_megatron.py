@@ -162,3 +162,20 @@ def test_a_failure_of_ours_changes_nothing(tmp_path, broken):
     assert not (tmp_path / "off/data").exists()
     file = decode_load_file((tmp_path / "on/data/step_1/update/rank0/group_list.json").read_bytes())
     assert sum(file.failed.values()) > 0
+
+
+@pytest.mark.parametrize("kind", ["none", "reentrant", "non-reentrant"])
+def test_an_exception_at_every_line_changes_no_bit(tmp_path, kind):
+    """Outputs and gradients of a step, once for each line of ours that runs in it."""
+    done = subprocess.run(
+        [sys.executable, HERE / "fault_main.py", tmp_path, kind],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parent / "support")},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.strip().splitlines()[-1])
+    assert set(found.pop("unguarded")) <= {"original", "is_compiling", "failed", "wraps", "record"}
+    assert set(found) == {"megatron.py", "recorder.py", "session.py"}
+    assert found["megatron.py"] > 50
