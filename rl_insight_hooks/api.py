@@ -214,12 +214,12 @@ def _wrap_async_generator(function: Callable[..., Any], begin: _Begin) -> Callab
 def _begin(path: str | None, step: int | None, role: str | None) -> tuple[Session, Region] | None:
     if envs.switched_off():
         return None
+    entered = None  # what was made is finished, also where it could not be entered: its file tells
     with guard.failsafe("record"):
         session = _installed_session()
-        region = session.new_region(path, step, role)
-        session.enter(region)
-        return session, region
-    return None
+        entered = session, session.new_region(path, step, role)
+        session.enter(entered[1])
+    return entered
 
 
 def _enter(entered: tuple[Session, Region] | None) -> None:

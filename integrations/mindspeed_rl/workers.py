@@ -76,14 +76,15 @@ def _stage(session: Session, role: str, original: Any, gate: Gate) -> Any:
 
 
 def _begin(session: Session, role: str, worker: Any) -> Region | None:
+    region = None  # what was made is ended, also where it could not be entered: its file tells
     with guard.failsafe("mindspeed_rl.begin"):
         step, source = _step(worker, role)
-        region = session.new_region(None, step, role, step_source=source)
-        collects = region.config.collects and _collected(region.config.collects_roles, role)
-        region.config = dataclasses.replace(region.config, collects=collects)
+        made = session.new_region(None, step, role, step_source=source)
+        collects = made.config.collects and _collected(made.config.collects_roles, role)
+        made.config = dataclasses.replace(made.config, collects=collects)
+        region = made
         session.enter(region)
-        return region
-    return None
+    return region
 
 
 def _collected(roles: list[str] | None, role: str) -> bool:

@@ -42,20 +42,23 @@ class Stages:
         self._open: Region | None = None
 
     def begin(self, role: str, engine: Any = None) -> Region | None:
-        """Open the region of ``role``; None if a stage is open already, or something failed."""
+        """Open the region of ``role``; None if a stage is open already, or nothing could be made.
+
+        What is returned wants :meth:`end`, also where it could not be entered: its file tells.
+        """
+        region = None
         with guard.failsafe("verl.begin"), self._lock:
             if self._open is not None:
                 return None
             self.engine = None if engine is None else weakref.ref(engine)
             session = self.session
-            region = session.new_region(None, self.clock.step, role, step_source=self.clock.source)
-            region.config = dataclasses.replace(
-                region.config, collects=_writes_collects(region.config, role)
+            made = session.new_region(None, self.clock.step, role, step_source=self.clock.source)
+            made.config = dataclasses.replace(
+                made.config, collects=_writes_collects(made.config, role)
             )
+            region = self._open = made
             session.enter(region)
-            self._open = region
-            return region
-        return None
+        return region
 
     def end(self, region: Region, error: BaseException | None) -> None:
         """Close the region that :meth:`begin` returned."""

@@ -244,7 +244,7 @@ def rl_insight_summary(self: Any, step: int) -> Any:
 
     try:
         ours = importlib.import_module("rl_insight_hooks.integrations.verl.summary")
-    except ImportError:
+    except Exception:  # e.g. we were uninstalled since
         return {}
     return ours.of_step(step)
 

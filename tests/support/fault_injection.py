@@ -16,7 +16,7 @@ from typing import Any
 Site = tuple[str, int]  # file, line
 
 # What our closures call the host's function, or its object.
-HOST_NAMES = ("original", "bound", "self._host")
+_HOST_NAMES = ("original", "bound", "self._host")
 
 
 class InjectedError(Exception):
@@ -29,18 +29,12 @@ class Entries:
     Their lines outside a guarded block are no sites; :meth:`unguarded_calls` says what is called there.
     """
 
-    def __init__(
-        self,
-        names_of_file: Mapping[Path, Collection[str]],
-        host_names: tuple[str, ...] = HOST_NAMES,
-    ) -> None:
+    def __init__(self, names_of_file: Mapping[Path, Collection[str]]) -> None:
         self._names_of_file = {Path(path).resolve(): set(n) for path, n in names_of_file.items()}
         self.unguarded: set[Site] = set()
         for path, function in self._functions():
             every = set(range(function.lineno, (function.end_lineno or 0) + 1))
-            self.unguarded |= {
-                (str(path), line) for line in every - _guarded_lines(function, host_names)
-            }
+            self.unguarded |= {(str(path), line) for line in every - _guarded_lines(function)}
 
     def _functions(self) -> Iterator[tuple[Path, ast.FunctionDef | ast.AsyncFunctionDef]]:
         for path, names in self._names_of_file.items():
@@ -61,14 +55,13 @@ class Entries:
         return called
 
 
-def _guarded_lines(function: ast.AST, host_names: tuple[str, ...]) -> set[int]:
-    """Lines in the body of a ``try`` with an ``except``, or of a failsafe, that do not call the host."""
+def _guarded_lines(function: ast.AST) -> set[int]:
+    """Lines in the body of a ``try`` that counts failures, or of a failsafe, that do not call the host."""
     lines: set[int] = set()
     for node in ast.walk(function):
         if isinstance(node, ast.Try):
-            body = ast.Module(node.body, [])
-            yields = any(isinstance(part, ast.Yield) for part in ast.walk(body))
-            if not node.handlers or yields or _calls(body, host_names):
+            counts = any(_calls(handler, ("guard.failed",)) for handler in node.handlers)
+            if not counts or _calls(ast.Module(node.body, []), _HOST_NAMES):
                 continue
         elif not (isinstance(node, ast.With) and "failsafe(" in ast.unparse(node.items[0])):
             continue
